@@ -10,6 +10,7 @@ from rich.console import Console
 from distgraph.cli.script_options import (
     BORDERS,
     DEVICES,
+    LAYERS,
     MEMORY,
     MICRO_BATCHES,
     RECOMPUTE,
@@ -49,6 +50,7 @@ def plan(
     schedule: Annotated[str | None, SCHEDULE] = None,
     stages: Annotated[int | None, STAGES] = None,
     borders: Annotated[str, BORDERS] = "",
+    layers: Annotated[int | None, LAYERS] = None,
     recompute: Annotated[str, RECOMPUTE] = "",
     zero: Annotated[int | None, ZERO] = None,
     uniform: Annotated[bool, UNIFORM] = False,
@@ -69,6 +71,7 @@ def plan(
         schedule=schedule,
         stages=stages,
         borders=numbers_of_layers("--borders", borders),
+        layers=layers,
         recompute=recomputed_layers(recompute),
         zero=zero,
         uniform=uniform,

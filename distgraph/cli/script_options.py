@@ -24,6 +24,7 @@ MICRO_BATCHES = typer.Option("--micro-batches", help="Parts of a batch; default:
 SCHEDULE = typer.Option("--schedule", help="Pipeline schedule, such as 1f1b or gpipe; default: searched.")
 STAGES = typer.Option("--stages", help="Number of pipeline stages; default: searched.")
 BORDERS = typer.Option("--borders", help="First layers of the stages behind the first, such as 4,8.")
+LAYERS = typer.Option("--layers", help="Number of layers from which stages are made; default: the blocks.")
 RECOMPUTE = typer.Option("--recompute", help="Layers to recompute: all, none, or numbers such as 0-3,7.")
 ZERO = typer.Option("--zero", help="What dp may split: 0 nothing, 1 optimiser states, 3 parameters too.")
 UNIFORM = typer.Option("--uniform", help="All stages have the same size and shape.")

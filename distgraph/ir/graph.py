@@ -103,6 +103,7 @@ class Graph:
         algorithms: name of a contraction -> the distributed algorithm that computes it, where one is chosen.
             A backward contraction without an entry has that of the forward op that it is linked to.
         lost: layout preferences that completion had to drop, for `conflicts()`.
+        layer_starts: names of the forward ops with which layers begin, where the user marked them.
     """
 
     name: str
@@ -114,6 +115,7 @@ class Graph:
     placements: Mapping[str, ProcessMesh] = field(default_factory=dict)
     lost: tuple[Any, ...] = field(default=(), compare=False)
     algorithms: Mapping[str, MatmulAlgorithm] = field(default_factory=dict)
+    layer_starts: tuple[str, ...] = field(default=(), compare=False)
 
     @cached_property
     def producers(self) -> dict[str, Op]:

@@ -36,6 +36,7 @@ class SearchConstraints:
         schedule: name of a pipeline schedule, also of one that is not searched by default.
         stages: number of pipeline stages.
         borders: first layer of every stage but the first; layers are counted from 0.
+        layers: number of layers into which the forward part is cut, from which stages are made.
         recompute: True for all layers, False for none, or the numbers of the layers that are recomputed.
         zero: what the data axis `dp` may split besides the batch: 0 nothing, 1 optimiser states, 3 parameters
             too. The batch is split over `dp`, and nothing but the batch under 0.
@@ -57,6 +58,7 @@ class SearchConstraints:
     schedule: str | None = None
     stages: int | None = None
     borders: Sequence[int] | None = None
+    layers: int | None = None
     recompute: bool | Sequence[int] | None = None
     zero: int | None = None
     uniform: bool = False
@@ -64,7 +66,7 @@ class SearchConstraints:
     devices: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("micro_batches", "stages", "devices"):
+        for name in ("micro_batches", "stages", "layers", "devices"):
             value = getattr(self, name)
             if value is not None and (not is_integer(value) or value < 1):
                 raise ShardingError(f"{name} of the search is {value!r} but must be a number from 1 up")

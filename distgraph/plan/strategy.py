@@ -42,8 +42,8 @@ class Strategy:
         schedule: order of the micro-batches in a pipeline: "1f1b", "gpipe" or one that the program has
             registered (see `distgraph.plan.pipeline_schedules`). None for "1f1b", in mode "auto" for the
             best one.
-        stages, borders, recompute, uniform: decisions that mode "auto" keeps to; what is not given is
-            searched (see `distgraph.plan.constraints.SearchConstraints`).
+        stages, borders, layers, recompute, uniform: decisions that mode "auto" keeps to; what is not given
+            is searched (see `distgraph.plan.constraints.SearchConstraints`).
         zero: what the ranks that share a batch store in parts instead of whole: 0 nothing more than the
             annotations say; 1 the states of the optimiser; 2 the gradients too, which are reduced into parts
             as they are made; 3 the parameters too, which are gathered layer by layer for each use. Needs
@@ -96,6 +96,7 @@ class Strategy:
     schedule: str | None = None
     stages: int | None = None
     borders: Sequence[int] | None = None
+    layers: int | None = None
     recompute: bool | Sequence[int] | None = None
     zero: int | None = None
     uniform: bool = False

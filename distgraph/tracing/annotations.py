@@ -230,23 +230,21 @@ def on(mesh: ProcessMesh | None) -> Iterator[None]:
 def pipeline_boundary(x: Any, mesh: ProcessMesh | EllipsisType | None = ...) -> Any:
     """Mark the boundary between two pipeline stages: later ops run on `mesh` unless annotated otherwise.
 
+    Without a mesh it marks the end of a layer: the layers of a plan, from which the search of mode "auto"
+    makes pipeline stages, are then those between the marks. Other modes are not affected.
+
     Args:
-        x: the tensor that the first stage sends to the second.
+        x: the tensor that the first stage or layer sends to the second.
         mesh: the ranks of the second stage; None changes nothing, so that a script also runs serially.
 
     Returns:
         `x` itself.
-
-    Raises:
-        ShardingError: the mesh is left out.
     """
-    if isinstance(mesh, EllipsisType):
-        raise ShardingError(
-            "pipeline_boundary has no mesh but ends a pipeline stage; give it the mesh of the next stage: "
-            "pipeline_boundary(x, mesh)"
-        )
     if mesh is None:
         return x
     trace = Trace.current()
+    if isinstance(mesh, EllipsisType):
+        trace.boundaries.append(len(trace.ops))
+        return x
     trace.placement = mesh
     return x

@@ -12,7 +12,7 @@ import numpy as np
 
 from distgraph.errors import GraphError, ShardingError
 from distgraph.ir.dtypes import is_float, promote, short, to_numpy
-from distgraph.ir.graph import Graph, Op, Value
+from distgraph.ir.graph import SOURCES, Graph, Op, Value
 from distgraph.ir.matmul_algorithm import CONTRACTIONS, MatmulAlgorithm
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.op_registry import freeze, infer_results
@@ -41,6 +41,7 @@ class Trace:
         self.where = ""
         self.placement: ProcessMesh | None = None
         self.placements: dict[str, ProcessMesh] = {}
+        self.boundaries: list[int] = []  # numbers of ops before each border of layers
         self.algorithm: MatmulAlgorithm | None = None
         self.weight_layout: DistAttr | None = None
         self.algorithms: dict[str, MatmulAlgorithm] = {}
@@ -291,7 +292,15 @@ class Trace:
             dict(self.attrs),
             placements=dict(self.placements),
             algorithms=dict(self.algorithms),
+            layer_starts=self._layer_starts(),
         )
+
+    def _layer_starts(self) -> tuple[str, ...]:
+        """The first forward op behind each marked border; a border with no op before it marks nothing."""
+        forward = [n for n, op in enumerate(self.ops) if op.role == "forward" and op.kind not in SOURCES]
+        behind = (next((n for n in forward if n >= border), None) for border in self.boundaries)
+        starts = dict.fromkeys(n for n in behind if n is not None and n != forward[0])
+        return tuple(self.ops[n].name for n in starts)
 
 
 def check_name(subject: str, name: Any) -> None:

@@ -13,6 +13,7 @@ from support.programs.searched import CHAIN, PROGRAMS, SECONDS, Net, slow, two_b
 from support.search.plan_training import trains_as_one_rank
 
 import distgraph as dg
+from distgraph import nn, ops
 from distgraph.engine.commands.plan_search import (
     SearchOptions,
     options_of,
@@ -26,7 +27,7 @@ from distgraph.engine.search_driver.run_search import plan_of_search, run_search
 from distgraph.engine.search_driver.search_state import SearchState
 from distgraph.errors import GraphError, InfeasibleError, ResourceError, ShardingError
 from distgraph.ir.mesh import ProcessMesh
-from distgraph.plan.constraints import SearchConstraints
+from distgraph.plan.constraints import FREE, SearchConstraints
 from distgraph.plan.plan import Plan
 from distgraph.plan.strategy import Strategy
 
@@ -333,3 +334,37 @@ def test_the_front_of_many_keeps_its_ends() -> None:
     assert found[-1].devices == 11
     assert front([*evaluations[:2], replace(evaluations[0], seconds=1.0, memory=200)]) == found[:2]
     assert found[0].plan == "1 micro-batch, 1 stage on dp=1"
+
+
+class Marked(nn.Module):
+    """Five linear layers with a mark behind the second."""
+
+    def __init__(self) -> None:
+        self.layers = [nn.Linear(24, 24, bias=False, dtype="f64") for _ in range(4)]
+        self.last = nn.Linear(24, 6, dtype="f64")
+
+    def forward(self, x: Any) -> Any:
+        for number, layer in enumerate(self.layers):
+            x = ops.relu(layer(x))
+            if number == 1:
+                dg.pipeline_boundary(x)
+        return self.last(x)
+
+
+def test_stages_are_made_of_the_layers_that_are_given_or_marked() -> None:
+    options = SearchOptions(seconds=SECONDS, processes=1, constraints=SearchConstraints(layers=2, stages=2))
+    two = search(CHAIN.compile_request(), two_by_two(), options)
+    assert [(stage.first, stage.last) for stage in two.stages] == [(0, 1), (1, 2)]
+    trains_as_one_rank(CHAIN, two)
+    program = replace(CHAIN, make=Marked)
+    marked = search(program.compile_request(), two_by_two(), replace(options, constraints=FREE))
+    assert [layer.scope for layer in marked.layers] == ["layers.0", "layers.2"]
+    trains_as_one_rank(program, marked)
+    three = replace(options, constraints=SearchConstraints(layers=3))
+    with pytest.raises(GraphError, match="is marked to have 2 layers but 3 are given"):
+        search(program.compile_request(), two_by_two(), three)
+    with pytest.raises(
+        ShardingError, match="layers of the search is 3 but the plan to start from has 2; leave"
+    ):
+        search(CHAIN.compile_request(), two_by_two(), replace(three, start=two))
+    assert program.compile_request(strategy=Strategy(micro_batches=2)).trace().layer_starts  # no effect there

@@ -34,7 +34,7 @@ from distgraph.engine.search_driver.search_space import Shape
 from distgraph.engine.search_driver.search_state import Event, SearchState
 from distgraph.engine.search_driver.stage_search import pipeline_estimate
 from distgraph.engine.search_driver.uniform_pipelines import best_uniform
-from distgraph.errors import DistGraphError
+from distgraph.errors import DistGraphError, ShardingError
 from distgraph.passes.matmul_algorithms import MATMUL_ALGORITHMS
 from distgraph.passes.matmul_algorithms.product_seconds import ALGORITHMS
 
@@ -58,6 +58,12 @@ def evaluate_start(state: SearchState) -> Iterator[Event]:
     plan = state.start
     if plan is None:
         return
+    layers = state.constraints.layers
+    if layers not in (None, len(plan.layers)):
+        raise ShardingError(
+            f"layers of the search is {layers} but the plan to start from has {len(plan.layers)}; leave "
+            f"one of them out"
+        )
     yield Event("the plan to start from")
     state.layout_costs.firsts = [layer.first for layer in plan.layers]
     yield state.record(evaluation_of(program_of_plan(plan, state.layout_costs)))

@@ -246,7 +246,7 @@ class LayoutCosts:
         graph = self.request.training_spec.trace("train", fields, self.request.layouts, recompute=blocks)
         graph = replace(graph, micro_batches=micro_batches)
         if self.firsts is None:
-            self.firsts = [layer.ops[0] for layer in cluster_layers(graph)]
+            self.firsts = [layer.ops[0] for layer in cluster_layers(graph, self.constraints.layers)]
         layers = layers_by_first_ops(graph, self.firsts)
         return LayeredGraph(graph, layers, layering(graph, layers), recompute)
 
@@ -256,7 +256,7 @@ class LayoutCosts:
 
     @cached_property
     def devices(self) -> tuple[int, ...]:
-        """Numbers of the devices that may be used: the first ones of the cluster."""
+        """Devices that may be used: the first ones of the cluster."""
         return tuple(range(sum(pool.size for pool in self.pools)))
 
     @cached_property
@@ -421,10 +421,8 @@ class LayoutCosts:
     ) -> list[Variant]:
         devices = devices_for(self.pools, submesh)
         memory = self.memory(submesh)
-        plain, again = (
-            self.layered_graph(micro_batches),
-            self.layered_graph(micro_batches, self.all_layers(micro_batches)),
-        )
+        plain = self.layered_graph(micro_batches)
+        again = self.layered_graph(micro_batches, self.all_layers(micro_batches))
         stages = max(1, len(self.devices) // submesh.size)
         variants: list[Variant] = []
         fastest, held = 0.0, np.inf

@@ -73,14 +73,18 @@ class Layering:
     position: Mapping[str, tuple[int, int]]
 
 
-def cluster_layers(graph: Graph) -> tuple[Layer, ...]:
+def cluster_layers(graph: Graph, count: int | None = None) -> tuple[Layer, ...]:
     """Cluster forward ops into contiguous layers (see the module docstring).
+
+    Where the user marked layers (`dg.pipeline_boundary` without a mesh), they are those.
 
     Args:
         graph: a serial graph; its forward ops, without sources, are clustered.
+        count: number of layers. Fewer than the program has are runs of its layers of about the same FLOP, of
+            more all ops are clustered by the dynamic programme.
 
     Raises:
-        GraphError: there are no forward ops.
+        GraphError: there are no forward ops, fewer than `count`, or another number of layers is marked.
 
     Example:
         >>> from distgraph.engine.compile.train_graph import train_graph
@@ -93,7 +97,16 @@ def cluster_layers(graph: Graph) -> tuple[Layer, ...]:
     ops = [op for op in graph.ops if op.role == "forward" and op.kind not in SOURCES]
     if not ops:
         raise GraphError(f"graph @{graph.name} has no forward ops to cluster; trace a model that computes")
-    borders = (0, *_cuts_at_repeats(_Program.of(ops)), len(ops))
+    if graph.layer_starts:
+        names = [op.name for op in ops]
+        borders = (0, *map(names.index, graph.layer_starts), len(ops))
+        if count not in (None, len(borders) - 1):
+            raise GraphError(
+                f"graph @{graph.name} is marked to have {len(borders) - 1} layers but {count} are given; "
+                f"take dg.pipeline_boundary out, or leave the number out"
+            )
+    else:
+        borders = (0, *_cuts(_Program.of(ops), count, graph.name), len(ops))
     return tuple(Layer(tuple(op.name for op in ops[start:stop])) for start, stop in pairwise(borders))
 
 
@@ -179,6 +192,25 @@ def _attributes(op: Op) -> Hashable:
     if op.kind in SOURCES:
         return ()
     return tuple(sorted((k, freeze(v)) for k, v in op.attrs.items() if k != "salt"))
+
+
+def _cuts(program: _Program, count: int | None, name: str) -> tuple[int, ...]:
+    """Cuts at the repeats of the program, or into `count` layers."""
+    size = len(program.cost)
+    if count is not None and count > size:
+        raise GraphError(f"graph @{name} has {size} forward ops, which make no {count} layers; take fewer")
+    cuts = _cuts_at_repeats(program)
+    if count is None or count == len(cuts) + 1:
+        return cuts
+    if count > len(cuts) + 1:
+        return program.cut(0, size, count)
+    work = np.cumsum([float(program.cost[a:b].sum()) for a, b in pairwise((0, *cuts, size))])
+    numbers: list[int] = []  # of the layer with which each run of layers begins
+    for run in range(1, count):
+        nearest = int(np.abs(work - work[-1] * run / count).argmin()) + 1
+        least, most = (numbers[-1] if numbers else 0) + 1, len(cuts) + 1 - (count - run)
+        numbers.append(min(max(nearest, least), most))
+    return tuple(cuts[number - 1] for number in numbers)
 
 
 def _cuts_at_repeats(program: _Program) -> tuple[int, ...]:

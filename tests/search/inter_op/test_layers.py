@@ -6,10 +6,12 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
+import distgraph as dg
 from distgraph import nn, ops
 from distgraph.engine.compile.train_graph import train_graph
 from distgraph.errors import GraphError
@@ -229,6 +231,49 @@ def test_annotations_tell_layers_apart() -> None:
     stages(model, [ProcessMesh.grid(dp=2), ProcessMesh.grid(2, dp=2)])
     _, found = layered(model)
     assert found.classes == (0, 1, 1, 2, 2, 3)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 6, 9])
+def test_a_number_of_layers(count: int) -> None:
+    """Fewer than the program has are runs of its layers, of similar FLOP; more are cut anew."""
+    graph = train_graph(gpt(4), TOKENS)
+    own, found = cluster_layers(graph), cluster_layers(graph, count)
+    assert len(found) == count
+    assert [op for layer in found for op in layer.ops] == [op for layer in own for op in layer.ops]
+    if count <= len(own):
+        assert {layer.ops[0] for layer in found} <= {layer.ops[0] for layer in own}
+    if count == 2:
+        work = [sum(flops(graph.producers[op]) for op in layer.ops) for layer in found]
+        assert max(work) <= 2 * min(work)
+
+
+class Marked(nn.Module):
+    """Four linear layers with a mark behind the first and the third."""
+
+    def __init__(self) -> None:
+        self.layers = [nn.Linear(8, 8) for _ in range(4)]
+
+    def forward(self, x: Any) -> Any:
+        for number, layer in enumerate(self.layers):
+            x = ops.relu(layer(x))
+            if number in (0, 2):
+                dg.pipeline_boundary(x)
+        return x
+
+
+def test_marked_layers() -> None:
+    """In the training graph too; a mark with no op before it marks nothing, and None is no mark."""
+    graph = train_graph(Marked(), (((4, 8), "f32"), ((4, 8), "f32")), nn.MeanSquaredError())
+    found = cluster_layers(graph)
+    products = [[op for op in layer.ops if graph.producers[op].kind == "matmul"] for layer in found]
+    assert [len(layer) for layer in products] == [1, 2, 1]
+    assert cluster_layers(graph, 3) == found
+    with pytest.raises(
+        GraphError, match=r"is marked to have 3 layers but 2 are given; take dg.pipeline_bound"
+    ):
+        cluster_layers(graph, 2)
+    with pytest.raises(GraphError, match="forward ops, which make no 500 layers; take fewer"):
+        cluster_layers(train_graph(gpt(1), TOKENS), 500)
 
 
 def test_mistakes_are_named() -> None:
