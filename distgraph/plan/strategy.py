@@ -51,7 +51,9 @@ class Strategy:
             that it keeps to, or searches. See docs/data_parallel.md.
         memory: that a plan may use of each device, such as "8 GiB", or bytes.
         devices: number of devices that a plan may use, the first ones of the cluster.
-        seconds: time limit of the search; None for 60. Memory, devices and seconds are for modes that search.
+        seconds: time limit of the search; None for 60.
+        runtime: what is to execute a searched plan, such as "megatron" (docs/runtimes.md); None for
+            distgraph. Memory, devices, seconds and runtime are for modes that search.
         mesh: where everything runs that no annotation places; without it, and without annotations, on one
             rank.
         batch_axis: axis (or axes) of `mesh` that split the first dim of every input: plain data parallelism
@@ -103,6 +105,7 @@ class Strategy:
     memory: str | float | None = None
     devices: int | None = None
     seconds: float | None = None
+    runtime: str | None = None
     mesh: ProcessMesh | None = None
     batch_axis: str | Sequence[str] | None = None
     refine: str = "conflicts"
@@ -186,11 +189,12 @@ class Strategy:
         seconds = self.seconds
         if seconds is not None and (isinstance(seconds, bool) or not seconds >= 0):
             raise ShardingError(f"seconds of Strategy is {seconds!r} but must be a number from 0 up")
-        if seconds is not None and self.mode not in SEARCHED:
-            raise ShardingError(
-                f"seconds of Strategy is {seconds!r} but mode {self.mode!r} searches nothing; leave seconds "
-                f'out, or use mode "auto"'
-            )
+        for name in ("seconds", "runtime") if self.mode not in SEARCHED else ():
+            if (value := getattr(self, name)) is not None:
+                raise ShardingError(
+                    f"{name} of Strategy is {value!r} but mode {self.mode!r} searches nothing; leave {name} "
+                    f'out, or use mode "auto"'
+                )
 
     @property
     def constraints(self) -> SearchConstraints:
@@ -222,7 +226,7 @@ def with_decisions(strategy: Strategy, decisions: Decisions) -> Strategy:
     """A strategy of mode "semi" that says what was decided, without constraints of a search."""
     free = {field.name: field.default for field in fields(SearchConstraints)}
     made = {name: value for name, value in decisions.decided().items() if name in _DECIDED}
-    return replace(strategy, mode="semi", seconds=None, **{**free, **made})
+    return replace(strategy, mode="semi", seconds=None, runtime=None, **{**free, **made})
 
 
 def _is_change(change: object) -> bool:

@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 from support.programs.searched import CHAIN, two_by_two
 
-from distgraph.engine.commands.plan_search import SearchOptions, search
+from distgraph.engine.commands.plan_search import SearchOptions, options_of, search, with_constraints_of
+from distgraph.errors import ResourceError, ShardingError
 from distgraph.plan.plan import Plan
+from distgraph.plan.strategy import Strategy
 from distgraph.resources.runtimes.load_runtime import load_runtime
 from distgraph.resources.runtimes.runtime_model import Memory, RuntimeModel
 
@@ -46,3 +48,17 @@ def test_what_a_runtime_keeps_of_the_memory_is_not_planned_with() -> None:
 
 def test_a_runtime_has_the_name_of_its_framework_too() -> None:
     assert load_runtime("jax") is load_runtime("xla")
+
+
+def test_a_strategy_names_its_runtime() -> None:
+    strategy = Strategy(mode="auto", runtime="megatron", stages=2)
+    assert options_of(strategy).runtime is load_runtime("megatron")
+    assert with_constraints_of(strategy, SearchOptions()).runtime is load_runtime("megatron")
+    command = SearchOptions(runtime=load_runtime("torch"))
+    assert with_constraints_of(strategy, command).runtime is load_runtime("torch")
+    with pytest.raises(
+        ShardingError, match="runtime of Strategy is 'torch' but mode 'semi' searches nothing"
+    ):
+        Strategy(runtime="torch")
+    with pytest.raises(ResourceError, match="neither a file nor a runtime; shipped are"):
+        options_of(Strategy(mode="auto", runtime="nothing"))

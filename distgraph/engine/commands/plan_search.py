@@ -25,6 +25,7 @@ from distgraph.plan.constraints import FREE, SEARCHED, SearchConstraints
 from distgraph.plan.plan import Found, Plan
 from distgraph.plan.strategy import MODES, Strategy
 from distgraph.resources import Cluster
+from distgraph.resources.runtimes.load_runtime import load_runtime
 from distgraph.resources.runtimes.runtime_model import RuntimeModel
 from distgraph.runtime.launch.mpi_rank import current_transport, ranks_of_job
 
@@ -158,15 +159,22 @@ def options_of(strategy: Strategy) -> SearchOptions:
     constraints = strategy.constraints
     if strategy.mode != "auto":  # a number of micro-batches that does not divide takes fewer there
         constraints = replace(constraints, micro_batches=None)
-    options = SearchOptions(mode=strategy.mode, constraints=constraints)
+    options = SearchOptions(mode=strategy.mode, constraints=constraints, runtime=_runtime_of(strategy))
     return options if strategy.seconds is None else replace(options, seconds=strategy.seconds)
 
 
+def _runtime_of(strategy: Strategy) -> RuntimeModel | None:
+    """What is to execute the plan. Raises ResourceError: there is no such runtime."""
+    return None if strategy.runtime is None else load_runtime(strategy.runtime)
+
+
 def with_constraints_of(strategy: Strategy, options: SearchOptions) -> SearchOptions:
-    """Options that also keep the constraints of a strategy that searches; those of the options go first."""
+    """Options that also keep the constraints of a strategy that searches, for its runtime; what the options
+    give goes first."""
     if strategy.mode != "auto" or options.mode != "auto":
         return options
-    return replace(options, constraints=options.constraints.over(strategy.constraints))
+    runtime = options.runtime or _runtime_of(strategy)
+    return replace(options, constraints=options.constraints.over(strategy.constraints), runtime=runtime)
 
 
 def with_searched_plan(request: CompileRequest, cluster: Cluster | None) -> CompileRequest:
