@@ -50,6 +50,20 @@ def place(graph: Graph, default: ProcessMesh | None = None) -> tuple[Graph, dict
     return clone_sources(graph, meshes)
 
 
+def on_other_meshes(graph: Graph, other: Mapping[ProcessMesh, ProcessMesh]) -> Graph:
+    """The graph with its annotations and placements on other meshes, which have the axes of the former.
+
+    Args:
+        graph: annotated graph.
+        other: for every mesh that annotations name the one in its place.
+    """
+    if all(mesh == each for mesh, each in other.items()):
+        return graph
+    attrs = {name: replace(attr, mesh=other[attr.mesh]) for name, attr in graph.attrs.items()}
+    placements = {name: other[mesh] for name, mesh in graph.placements.items()}
+    return replace(graph, attrs=attrs, placements=placements)
+
+
 def _assign(graph: Graph) -> dict[str, ProcessMesh]:
     meshes: dict[str, ProcessMesh] = {}
     of_value: dict[str, ProcessMesh] = {}

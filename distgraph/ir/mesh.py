@@ -212,6 +212,28 @@ class ProcessMesh:
             raise ShardingError(f"{self} has {self.size} ranks but {sizes} needs {math.prod(sizes.values())}")
         return ProcessMesh(self.ranks.reshape(tuple(sizes.values())), tuple(sizes))
 
+    def repeated(self, count: int) -> ProcessMesh:
+        """This mesh `count` times, one behind the other along a new first axis.
+
+        The axis is called dp, or repeat where there is one of that name.
+
+        Raises:
+            ShardingError: the ranks of the mesh are not 0 to its size - 1, or an axis has weights.
+
+        Example:
+            >>> print(ProcessMesh.grid(tp=2).repeated(2))
+            mesh(dp=2, tp=2)
+        """
+        if sorted(self.members) != list(range(self.size)) or self.weights:
+            raise ShardingError(f"{self} cannot be repeated: it needs ranks 0 to {self.size - 1}, no weights")
+        axis = next(name for name in ("dp", "repeat", "repeat2") if name not in self.axes)
+        return ProcessMesh(np.stack([self.ranks + n * self.size for n in range(count)]), (axis, *self.axes))
+
+    def is_repeated_in(self, other: ProcessMesh) -> bool:
+        """Whether another mesh is this one several times along one more axis, this one first."""
+        repeats = other.axes[1:] == self.axes and not other.weights and not self.weights
+        return repeats and np.array_equal(other.ranks[0], self.ranks)
+
     def weighted(self, **weights: Sequence[int]) -> ProcessMesh:
         """Same ranks and axes, other weights: `mesh.weighted(dp=(3, 1))`; see `ProcessMesh`."""
         return ProcessMesh(self.ranks, self.axes, weights)

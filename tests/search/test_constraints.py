@@ -31,6 +31,7 @@ from distgraph.plan.constraints import FREE, SearchConstraints
 from distgraph.plan.plan import Plan
 from distgraph.plan.strategy import Strategy
 
+MIXED = ProcessMesh.grid(tp=2, dp=2)
 pytestmark = pytest.mark.timeout(600)
 KEPT: dict[str, dict[str, Any]] = {
     "micro_batches": {"micro_batches": 4},
@@ -368,3 +369,39 @@ def test_stages_are_made_of_the_layers_that_are_given_or_marked() -> None:
     ):
         search(CHAIN.compile_request(), two_by_two(), replace(three, start=two))
     assert program.compile_request(strategy=Strategy(micro_batches=2)).trace().layer_starts  # no effect there
+
+
+@pytest.mark.parametrize(
+    ("mesh", "repeated"), [(ProcessMesh.grid(tp=2), "dp=4, tp=2"), (MIXED, "repeat=2, tp=2, dp=2")]
+)
+def test_one_annotation_leaves_the_other_devices_to_the_search(mesh: ProcessMesh, repeated: str) -> None:
+    """Its mesh is repeated on them where that is faster; the annotation holds in each repetition, for
+    training and for evaluation; it is the answer on the annotated mesh alone where devices are given."""
+    program, cluster = replace(PROGRAMS["mlp"], batch=16), cluster_of(slow(2, 2, 2, 2, flops="1 GFLOP/s"))
+    request = program.compile_request(Net(mesh))
+    plan = search(request, cluster, SearchOptions(seconds=SECONDS, processes=1))
+    assert plan.forecast is not None
+    assert [stage.mesh.described for stage in plan.stages] == [repeated]
+    assert plan.ranks == tuple(range(8))
+    assert plan.tensors["first.weight"].spec.dims == ((), ("tp",))
+    trains_as_one_rank(program, plan, lambda: Net(mesh))
+    engine = program.engine(Net(mesh), plan=plan)
+    samples, classes = program.data(1)
+    engine.fit((samples, classes), batch_size=16, valid_data=(samples[:5], classes[:5]), progress=False)
+    limits = SearchConstraints(devices=mesh.size)
+    few = search(request, cluster, SearchOptions(seconds=SECONDS, processes=1, constraints=limits))
+    assert few.forecast is not None
+    assert few.ranks == mesh.members
+    assert plan.forecast.seconds < few.forecast.seconds
+
+
+def test_a_mesh_that_cannot_be_repeated() -> None:
+    for mesh in (ProcessMesh.grid(2, tp=2), ProcessMesh.grid(tp=2).weighted(tp=(1, 2))):
+        with pytest.raises(ShardingError, match="cannot be repeated: it needs ranks 0 to 1, no weights"):
+            mesh.repeated(2)
+    plan = search(
+        PROGRAMS["mlp"].compile_request(Net(ProcessMesh.grid(2, tp=2))),
+        two_by_two(),
+        SearchOptions(seconds=SECONDS, processes=1),
+    )
+    assert plan.ranks == (2, 3)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from distgraph.engine.compile.compile_request import CompileRequest
-from distgraph.engine.compile.plan_apply import apply_plan
+from distgraph.engine.compile.plan_apply import apply_plan, with_repeated_meshes
 from distgraph.engine.compile.training_spec import TrainingSpec
 from distgraph.engine.data import POSITION, Field
 from distgraph.ir.graph import Graph, Op
@@ -37,7 +37,7 @@ def follow_plan(request: CompileRequest, reference: Graph | None, plan: Plan) ->
     Raises:
         GraphError, ShardingError: the program or its annotations do not fit.
     """
-    serial = request.trace()
+    serial = with_repeated_meshes(request.trace(), plan)
     attrs, placements = dict(serial.attrs), dict(serial.placements)
     for op in serial.sources("input"):
         stored = plan.tensors.get(str(op.attrs["name"]))

@@ -20,6 +20,7 @@ from distgraph.ir.matmul_algorithm import MatmulAlgorithm
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import DistAttr, Origin
 from distgraph.ir.verifier import verify
+from distgraph.passes.assign_meshes import on_other_meshes
 from distgraph.passes.communication.defer_cross_mesh_sums import spread_over_meshes
 from distgraph.passes.complete import follow
 from distgraph.passes.redistribution.tiles import without_unit_axes
@@ -59,7 +60,7 @@ def apply_plan(request: CompileRequest, plan: Plan) -> tuple[Graph, Graph]:
         GraphError: the plan is for another program, or has a layout that an op does not allow.
         ShardingError: an annotation of the model contradicts the plan.
     """
-    serial = _trace(request, plan)
+    serial = with_repeated_meshes(_trace(request, plan), plan)
     positions = OpPositions(serial, layers_by_first_ops(serial, [layer.first for layer in plan.layers]))
     decomposed = decompose_ops(serial, _decomposed_ops(plan, positions))
     graph, meshes = _place_ops(decomposed, plan, positions)
@@ -67,6 +68,15 @@ def apply_plan(request: CompileRequest, plan: Plan) -> tuple[Graph, Graph]:
     completed = _with_annotations(serial, completed, plan)
     completed = verify(completed, "completed")  # the plan may come from an edited file
     return serial, replace(completed, micro_batches=plan.micro_batches)
+
+
+def with_repeated_meshes(serial: Graph, plan: Plan) -> Graph:
+    """The graph with annotations on the meshes of a plan that repeat theirs: what an annotation says of a few
+    ranks holds for each repetition."""
+    meshes = dict.fromkeys([*serial.meshes, *serial.placements.values()])
+    planned = [stage.mesh for stage in plan.stages]
+    other = {mesh: next((each for each in planned if mesh.is_repeated_in(each)), mesh) for mesh in meshes}
+    return on_other_meshes(serial, {mesh: mesh if mesh in planned else other[mesh] for mesh in meshes})
 
 
 def devices_of(plan: Plan | None, cluster: Cluster) -> tuple[int, ...] | None:

@@ -17,13 +17,14 @@ from distgraph.engine.search_driver.restrictions import restricted
 from distgraph.errors import DistGraphError, InfeasibleError, ResourceError, ShardingError
 from distgraph.ir.graph import Graph
 from distgraph.ir.mesh import ProcessMesh
-from distgraph.passes.assign_meshes import place
+from distgraph.passes.assign_meshes import on_other_meshes, place
 from distgraph.passes.complete import complete
 from distgraph.passes.matmul_algorithms.cluster_prices import devices_of
 from distgraph.passes.matmul_algorithms.tuner import Tuning
 from distgraph.passes.search.intra_op.apply_layouts import assign
 from distgraph.passes.search.intra_op.chosen_layouts import Layouts
 from distgraph.passes.search.intra_op.formulate import Formulation, formulate
+from distgraph.passes.search.layering.layer_sequence import layering
 from distgraph.passes.search.modes import mesh2d
 from distgraph.passes.search.modes.propagation import propagate
 from distgraph.passes.search.modes.recursive import recursive
@@ -62,8 +63,31 @@ def start_graph(layout_costs: LayoutCosts, micro_batches: int) -> LayeredGraph:
     return layout_costs.layered_graph(micro_batches, recompute) if recompute else layered
 
 
+def repetitions(layout_costs: LayoutCosts) -> int:
+    """How often the mesh of the annotations fits on the devices; 1 where they name several meshes, or one
+    that cannot be repeated."""
+    meshes = annotated_meshes(layout_costs.layered_graph(1).graph, layout_costs)
+    (mesh, *more) = meshes
+    if more or sorted(mesh.members) != list(range(mesh.size)) or mesh.weights:
+        return 1
+    return len(layout_costs.devices) // mesh.size
+
+
+def with_repeated_mesh(layered: LayeredGraph, count: int) -> LayeredGraph:
+    """A serial graph whose annotations are on their mesh repeated `count` times."""
+    if count == 1:
+        return layered
+    meshes = dict.fromkeys([*layered.graph.meshes, *layered.graph.placements.values()])
+    graph = on_other_meshes(layered.graph, {mesh: mesh.repeated(count) for mesh in meshes})
+    return replace(layered, graph=graph, layering=layering(graph, layered.layers), repeats=count)
+
+
 def best_on_given_meshes(
-    layout_costs: LayoutCosts, micro_batches: int, recompute: Sequence[int], memory_share: float
+    layout_costs: LayoutCosts,
+    micro_batches: int,
+    recompute: Sequence[int],
+    memory_share: float,
+    repeats: int = 1,
 ) -> BuiltCandidate:
     """The best layouts on the meshes of the annotations.
 
@@ -72,12 +96,13 @@ def best_on_given_meshes(
         micro_batches: in a step.
         recompute: numbers of the layers that are recomputed.
         memory_share: memory multiplier: what a rank's whole memory costs, in steps of the program.
+        repeats: how often the mesh of the annotations is repeated along one more axis.
 
     Raises:
         ShardingError: annotations contradict each other.
         ResourceError: see `annotated_meshes`.
     """
-    layered = layout_costs.layered_graph(micro_batches, recompute)
+    layered = with_repeated_mesh(layout_costs.layered_graph(micro_batches, recompute), repeats)
     graph, meshes = layered.graph, annotated_meshes(layered.graph, layout_costs)
     _, homes = place(graph, meshes[0])
     placements = {op.name: homes[op.name] for op in graph.ops}
@@ -159,6 +184,7 @@ def with_decisions(
         return None
     ((mesh, (formulation, layouts)),) = program.solved.items()
     layered = layout_costs.layered_graph(decisions.micro_batches, decisions.recompute)
+    layered = with_repeated_mesh(layered, program.layered.repeats)
     problem = formulate_on_mesh(layout_costs, layered, mesh)
     choice = layout_costs.carried_over(formulation, layouts, problem, layered, program.layered)
     if choice is None and solve:

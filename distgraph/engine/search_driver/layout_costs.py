@@ -66,6 +66,7 @@ class LayeredGraph:
     layers: tuple[Layer, ...]
     layering: Layering
     recompute: tuple[int, ...]
+    repeats: int = 1  # how often annotated meshes are repeated
 
     @cached_property
     def fold(self) -> Fold:

@@ -41,6 +41,7 @@ from distgraph.engine.search_driver.fixed_mesh_search import (
     best_on_given_meshes,
     completed_annotations,
     given_mesh_trials,
+    repetitions,
 )
 from distgraph.engine.search_driver.infeasibility import evaluate_nearest, infeasible_message
 from distgraph.engine.search_driver.local_search import local_search
@@ -109,12 +110,14 @@ def search_given_meshes(state: SearchState) -> Iterator[Event]:
     counts = (given,) if given > 1 else micro_batch_counts(state.request.size)[::-1][:FORECASTS]
     counts = state.constraints.among("micro_batches", counts)
     yield state.record(evaluation_of(completed_annotations(layout_costs, given)))
-    for count, recompute, memory_share in given_mesh_trials(layout_costs, counts):
-        if state.best is not None and (memory_share or state.expired()):
-            return  # what fits needs no memory multiplier
-        yield Event(f"layouts on the annotated meshes, {count} micro-batches")
-        program = best_on_given_meshes(layout_costs, count, recompute, memory_share)
-        yield state.record(evaluation_of(program))
+    for repeats in sorted({1, repetitions(layout_costs)}, reverse=True):
+        where = f" repeated {repeats} times" if repeats > 1 else ""
+        for count, recompute, memory_share in given_mesh_trials(layout_costs, counts):
+            if state.best is not None and (memory_share or state.expired()):
+                break  # what fits needs no memory multiplier
+            yield Event(f"layouts on the annotated meshes{where}, {count} micro-batches")
+            program = best_on_given_meshes(layout_costs, count, recompute, memory_share, repeats)
+            yield state.record(evaluation_of(program))
 
 
 def plan_of_search(state: SearchState, settings: Mapping[str, str | int | float | bool | None]) -> Plan:
