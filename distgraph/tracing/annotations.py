@@ -5,7 +5,7 @@ Annotations never change the meaning of the serial program, and the same script 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from types import EllipsisType
 from typing import Any
@@ -14,6 +14,7 @@ from distgraph.errors import ShardingError
 from distgraph.ir.matmul_algorithm import MatmulAlgorithm
 from distgraph.ir.mesh import ProcessMesh, check_mesh
 from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec, UserDim
+from distgraph.tracing.op_counts import Counts, cut_op
 from distgraph.tracing.tensor import Tensor, TensorOperators
 from distgraph.tracing.tracer import Trace, caller
 
@@ -82,7 +83,7 @@ def reshard(x: Any, mesh: ProcessMesh | None, dims: Dims) -> Any:
 
 def shard_op(
     function: Callable[..., Any],
-    mesh: ProcessMesh | None,
+    mesh: ProcessMesh | EllipsisType | None = ...,
     in_specs: Sequence[Dims | None] | None = None,
     out_specs: Sequence[Dims | None] | Dims | None = None,
     *,
@@ -90,6 +91,7 @@ def shard_op(
     dataflow: str | None = None,
     slices: int = 1,
     block: int = 1,
+    counts: Counts | None = None,
 ) -> Callable[..., Any]:
     """A function or module whose calls take and return tensors in given layouts, computed on `mesh`.
 
@@ -98,7 +100,7 @@ def shard_op(
 
     Args:
         function: an op, a function of tensors or a module.
-        mesh: ranks that compute it; None returns `function` as it is.
+        mesh: ranks that compute it; None returns `function` as it is. With counts it may be left out.
         in_specs: one for each argument that is a tensor; None leaves its layout unchanged.
         out_specs: one for each result; for a single result the dims themselves.
         algorithm: "meshslice", "collective", "wang", "summa", "cannon" or another that is registered; see
@@ -107,16 +109,26 @@ def shard_op(
             results without a spec, to the layouts of this dataflow. None leaves layouts to other annotations.
         slices: of "meshslice".
         block: neighbouring rows or columns that stay together when a shard is sliced.
+        counts: a strategy as in MindSpore, in place of specs and algorithm: for each tensor of the call of
+            one op the number of parts of each dim. Dims that the op takes as one index are cut alike; a
+            result has the cuts of its operands, and what is cut but not in the result is summed. The ranks
+            are those of `mesh`, whose axes do not matter and on which the op is repeated where they are more
+            than the parts; without a mesh as many ranks as there are parts, from 0 on.
 
     Raises:
-        ShardingError: the number of specs and of tensors differ; a dataflow without an algorithm, an unknown
+        ShardingError: no mesh and no counts; counts that do not fit the op, or besides specs; the number of
+            specs and of tensors differ; a dataflow without an algorithm, an unknown
             one, or one on a mesh that has not two axes.
 
     Example:
         `y = dg.shard_op(self.fc, mesh, algorithm="meshslice", dataflow="OS", slices=4)(x)`
+        `y = dg.shard_op(ops.matmul, counts=((2, 1), (1, 4)))(x, w)`
     """
     if mesh is None:
         return function
+    if counts is not None or isinstance(mesh, EllipsisType):
+        others = {"in_specs": in_specs, "out_specs": out_specs, "algorithm": algorithm, "dataflow": dataflow}
+        return _with_counts(function, mesh, counts, others, caller())
     check_mesh(f"shard_op ({caller()})", mesh)
     chosen = None if algorithm is None else MatmulAlgorithm(algorithm, slices, block)
     flow = _flow_layouts(mesh, chosen, dataflow, caller())
@@ -145,19 +157,65 @@ def shard_op(
                 arguments.append(a if spec is None else reshard(a, mesh, spec))
         with Trace.current().on(mesh):
             returned = function(*arguments, **kwargs)
-        if out_specs is None and flow is not None and isinstance(returned, Tensor):
-            return shard_tensor(returned, mesh, _middle(flow[2], returned), gradient=True)
-        if out_specs is None:
-            return returned
+        return _pinned(returned, mesh, out_specs, None if flow is None else flow[2])
+
+    return call
+
+
+def _pinned(
+    returned: Any,
+    mesh: ProcessMesh,
+    out_specs: Sequence[Dims | None] | Dims | None,
+    flow: tuple[str, str] | None,
+) -> Any:
+    """Results with their layouts: by `out_specs`, or the axes that a dataflow gives a single result."""
+    if out_specs is None and flow is not None and isinstance(returned, Tensor):
+        return shard_tensor(returned, mesh, _middle(flow, returned), gradient=True)
+    if out_specs is None:
+        return returned
+    if isinstance(returned, Tensor):
+        return shard_tensor(returned, mesh, out_specs)  # type: ignore[arg-type]
+    if len(out_specs) != len(returned):
+        raise ShardingError(
+            f"shard_op has {len(out_specs)} out_specs but the call returns {len(returned)} tensors"
+        )
+    return type(returned)(
+        r if spec is None else shard_tensor(r, mesh, spec)
+        for r, spec in zip(returned, out_specs, strict=True)
+    )
+
+
+def _with_counts(
+    function: Callable[..., Any],
+    mesh: ProcessMesh | EllipsisType,
+    counts: Counts | None,
+    others: Mapping[str, object],
+    where: str,
+) -> Callable[..., Any]:
+    """The function with its op cut as counts say, which replace the other arguments of `shard_op`."""
+    given = [name for name, value in others.items() if value is not None]
+    if counts is None:
+        raise ShardingError(
+            f"shard_op ({where}) has no mesh and no counts; give it a mesh, or counts=((2, 1), (1, 4))"
+        )
+    if given:
+        raise ShardingError(f"shard_op ({where}) has counts and {given[0]}; leave one of them out")
+    ranks = None if isinstance(mesh, EllipsisType) else mesh
+    if ranks is not None:
+        check_mesh(f"shard_op ({where})", ranks)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        trace = Trace.current()
+        tensors = [trace.tensor(a) if isinstance(a, TensorOperators) else a for a in args]
+        cut = cut_op(function, tensors, kwargs, counts, ranks, where)
+        specs = iter(cut.operands)
+        arguments = [reshard(a, cut.mesh, next(specs)) if isinstance(a, Tensor) else a for a in tensors]
+        with trace.on(cut.mesh):
+            returned = function(*arguments, **kwargs)
         if isinstance(returned, Tensor):
-            return shard_tensor(returned, mesh, out_specs)  # type: ignore[arg-type]
-        if len(out_specs) != len(returned):
-            raise ShardingError(
-                f"shard_op has {len(out_specs)} out_specs but the call returns {len(returned)} tensors"
-            )
+            return shard_tensor(returned, cut.mesh, cut.results[0])
         return type(returned)(
-            r if spec is None else shard_tensor(r, mesh, spec)
-            for r, spec in zip(returned, out_specs, strict=True)
+            shard_tensor(r, cut.mesh, d) for r, d in zip(returned, cut.results, strict=True)
         )
 
     return call
