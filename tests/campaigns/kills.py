@@ -50,6 +50,8 @@ TARGETS: Final = {
     "run": ("rank", "supervisor", "proxy", "mpiexec", "launcher"),
     "mpiexec": ("rank", "proxy", "mpiexec"),
 }
+PYTHON_STARTS: Final = "Fatal Python error: init_import_site"
+"""What Python says about Ctrl-C while it starts itself; it then ends with 1, before a line of the program."""
 LAUNCH: Final = "from distgraph.cli.entry import main; main()"
 
 
@@ -297,7 +299,7 @@ def _ended(trial: Trial, folder: Path, process: Job, token: str, sent: bool) -> 
         code = process.wait(LIMIT)
     except subprocess.TimeoutExpired:
         return [f"not ended after {LIMIT:g} s: {sorted(job_processes(token).values())}"]
-    wrong = []
+    wrong: list[str] = []
     deadline = time.monotonic() + LIMIT / 4
     while (left := job_processes(token)) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -307,6 +309,8 @@ def _ended(trial: Trial, folder: Path, process: Job, token: str, sent: bool) -> 
     if files:
         wrong.append(f"temporary files left: {files}")
     said = (folder / "out").read_text(errors="replace")
+    if in_start_of_python(trial, code, said):
+        return wrong
     begun = (folder / "phases").exists()
     if trial.number == signal.SIGINT and trial.how == "run" and "Traceback" in said:
         wrong.append(f"traceback after Ctrl-C: {said[-500:]}")
@@ -317,6 +321,14 @@ def _ended(trial: Trial, folder: Path, process: Job, token: str, sent: bool) -> 
     if trial.how == "run" and code and trial.number != signal.SIGKILL and begun and "error: " not in said:
         wrong.append(f"says nothing: {said[-500:]}")
     return wrong
+
+
+def in_start_of_python(trial: Trial, code: int, said: str) -> bool:
+    """Whether Ctrl-C came to the first process before Python had loaded its own modules; noted on stderr."""
+    own = trial.number == signal.SIGINT and trial.target in ("process", "launcher") and code == 1
+    if own and said.startswith(PYTHON_STARTS):
+        print(f"{trial}: Python itself was still starting", file=sys.stderr, flush=True)
+    return own and said.startswith(PYTHON_STARTS)
 
 
 def _resumed(trial: Trial, folder: Path) -> list[str]:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import random
+import signal
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from campaigns import faults, kills, machines
@@ -46,6 +51,17 @@ def test_faults_of_the_network() -> None:
         pytest.skip(reason)
     result = faults.campaign(1, 1, ("interrupted",))
     assert result["failures"] == []
+
+
+@pytest.mark.parametrize("module", ["sitecustomize", "script"])
+def test_ctrl_c_while_python_itself_starts_is_told_apart(tmp_path: Path, module: str) -> None:
+    (tmp_path / f"{module}.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-c", "" if module == "sitecustomize" else f"import {module}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    trial = kills.Trial("in-process", 1, "process", signal.SIGINT, "start", 1, 0.0)
+    early = module == "sitecustomize"
+    assert kills.in_start_of_python(trial, done.returncode, done.stderr) is early
 
 
 def test_trials_are_seeded_and_of_every_kind() -> None:
