@@ -27,11 +27,11 @@ from distgraph.engine.conflict_warning import warn_conflicts
 from distgraph.engine.data import Batch, DataLoader, as_source, stand_ins, whole
 from distgraph.engine.executable import Compiled
 from distgraph.engine.history import History, Means
-from distgraph.engine.nonfinite import described, fault_of, refuse_step, warn_step
-from distgraph.engine.parameter_store import Memory
+from distgraph.engine.nonfinite import described, fault_of, refuse_step, skipped_steps, warn_step
+from distgraph.engine.parameter_store import Memory, assign_tensors, gather_tensors
 from distgraph.engine.session import Session
 from distgraph.engine.validation import check_parts, check_training
-from distgraph.errors import NonFiniteError, RuntimeFault
+from distgraph.errors import RuntimeFault
 from distgraph.ir.dtypes import is_integer
 from distgraph.kernels.random import random_key
 from distgraph.nn import Module
@@ -326,6 +326,22 @@ class Engine:
         self.history = History(list(index["losses"]), list(index["epochs"]), skipped)
         self._means, self._run = Means(*index["means"]), index["run"] or self._run
 
+    def parameters(self) -> dict[str, np.ndarray]:
+        """Parameters and buffers of the model by name, as whole arrays. Collective: every process calls it.
+        Raises RuntimeFault when no program has been compiled yet."""
+        enter("engine.parameters()")
+        return gather_tensors(self._session.ranks(), self.memory, self._expected())
+
+    def assign(self, arrays: Mapping[str, Any]) -> None:
+        """Set parameters and buffers of these names to whole arrays; optimiser states stay. Collective.
+
+        Raises:
+            RuntimeFault: no program has been compiled yet.
+            GraphError: there is no tensor of a name, or it does not fit; then none is set.
+        """
+        enter("engine.assign()")
+        assign_tensors(self._session.ranks(), self.memory, self._expected(), arrays)
+
     @property
     def checkpoints(self) -> Checkpoints:
         """The checkpoints that this training has written or will write; for `ModelCheckpoint`."""
@@ -442,7 +458,10 @@ class Engine:
             if self.should_stop and self.position < loader.stop:
                 return
         self.epoch, self.position = epoch + 1, 0
-        logs = {"epoch": epoch, **self._epoch_means(loader)}
+        logs = {"epoch": epoch, **self._means.result()}
+        if self.training_spec.strategy.nonfinite == "skip":
+            steps = -(-loader.stop // loader.batch_size)
+            logs["skipped_steps"] = skipped_steps(self._means, self.history, self.step, steps, loader.epoch)
         if valid_data is not None:
             logs |= {
                 f"valid_{name}": number
@@ -452,19 +471,6 @@ class Engine:
         self.history.epochs.append(logs)
         for watcher in watchers:
             watcher.on_epoch_end(self, epoch, logs)
-
-    def _epoch_means(self, loader: DataLoader) -> dict[str, float]:
-        """Means over the samples of a finished epoch, and the number of its steps that were skipped."""
-        if self.training_spec.strategy.nonfinite != "skip":
-            return self._means.result()
-        steps = -(-loader.stop // loader.batch_size)
-        skipped = sum(step > self.step - steps for step in self.history.skipped)
-        if not self._means.count:
-            raise NonFiniteError(
-                f"all {steps} steps of epoch {loader.epoch} were skipped because loss or gradients were not "
-                f"finite; lower lr, set clip_norm of the optimizer, or look for nan in the data"
-            )
-        return {**self._means.result(), "skipped_steps": float(skipped)}
 
     def _check_finite(self, compiled: Compiled, batch: Any, logs: dict[str, float]) -> None:
         """Apply Strategy.nonfinite to a step with nonfinite loss or gradients. Raises NonFiniteError."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from distgraph.engine.history import History, Means
 from distgraph.engine.parameter_store import Memory
 from distgraph.errors import NonFiniteError
 from distgraph.ir.dtypes import is_float
@@ -39,6 +40,27 @@ def described(found: Found, loss: float, step_text: str) -> str:
         step_phrase = "" if parts else f" in {step_text}"
         parts.append(f"{first}{others_text} is not finite{step_phrase} in {count} of {size} values on {on}")
     return " and ".join(parts)
+
+
+def skipped_steps(means: Means, history: History, step: int, steps: int, epoch: int) -> float:
+    """Number of the steps of a finished epoch that were skipped under Strategy(nonfinite="skip").
+
+    Args:
+        means: of the epoch.
+        history: of the training.
+        step: finished steps of the training.
+        steps: those of the epoch.
+        epoch: its number.
+
+    Raises:
+        NonFiniteError: all were.
+    """
+    if not means.count:
+        raise NonFiniteError(
+            f"all {steps} steps of epoch {epoch} were skipped because loss or gradients were not finite; "
+            f"lower lr, set clip_norm of the optimizer, or look for nan in the data"
+        )
+    return float(sum(number > step - steps for number in history.skipped))
 
 
 def refuse_step(problem: str) -> NonFiniteError:

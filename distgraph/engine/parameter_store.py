@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from distgraph.ir.sharding_spec import DistAttr, ShardSpec
 from distgraph.nn import Parameter
 from distgraph.nn.initializers import Init, materialize
 from distgraph.runtime.execute.device import Device, Host
+from distgraph.runtime.execute.process_group import World
 
 Reader = Callable[[str, tuple[int, ...], str, tuple[slice, ...]], np.ndarray | None]
 """(name, global shape, dtype, block) -> the block from a checkpoint, or None where it has no such tensor."""
@@ -108,6 +109,14 @@ class Memory:
                 blocks[name] = self._make(name, self.records[name], rank)
             return device.to_host(blocks[name])
 
+    def overwrite(self, name: str, rank: int, values: np.ndarray) -> None:
+        """Replace the numbers of the block that a rank stores."""
+        device, blocks, record = self._device(rank), self._blocks.setdefault(rank, {}), self.records[name]
+        with device.working():
+            if name not in blocks:
+                blocks[name] = self._make(name, record, rank)
+            blocks[name][...] = device.asarray(values.astype(to_numpy(record.dtype)))
+
     def reload(self, rank: int, reader: Reader) -> None:
         """Overwrite the present blocks of a rank with those of a checkpoint."""
         device = self._device(rank)
@@ -145,3 +154,73 @@ class Memory:
         starts, local = tuple(a for a, _ in bounds), tuple(b - a for a, b in bounds)
         xp = self._device(rank).xp
         return materialize(record.init, name, self.seed, record.shape, starts, local, record.dtype, xp)
+
+
+def gather_tensors(world: World, memory: Memory, names: Iterable[str]) -> dict[str, np.ndarray]:
+    """Whole arrays of parameters and states, on every process.
+
+    Args:
+        world: the ranks.
+        memory: their blocks.
+        names: of the tensors; those that no program uses are left out.
+
+    Raises:
+        RuntimeFault: no program has been compiled yet.
+    """
+    _require_records(memory)
+    records = {name: memory.records[name] for name in names if name in memory.records}
+    blocks = world.gather(
+        {
+            rank: {name: memory.block(name, rank) for name, r in records.items() if rank in r.attr.mesh}
+            for rank in world.local
+        }
+    )
+    arrays = {}
+    for name, record in records.items():
+        arrays[name] = np.empty(record.shape, to_numpy(record.dtype))
+        for rank in record.attr.mesh.members:
+            index = record.attr.spec.slices(record.shape, record.attr.mesh, rank)
+            arrays[name][index] = blocks[rank][name]
+    return arrays
+
+
+def assign_tensors(world: World, memory: Memory, names: Iterable[str], arrays: Mapping[str, Any]) -> None:
+    """Set parameters and buffers from whole arrays; where one does not fit, none is set.
+
+    Raises:
+        RuntimeFault: no program has been compiled yet.
+        GraphError: there is no tensor of a name, or it has another shape or kind of numbers.
+    """
+    _require_records(memory)
+    known = [name for name in names if name in memory.records]
+    checked: dict[str, np.ndarray] = {}
+    for name, given in arrays.items():
+        if name not in known:
+            raise GraphError(
+                f"engine has no parameter or buffer {name!r} to assign; it has {', '.join(known[:5])}"
+                f"{', ...' if len(known) > 5 else ''}"
+            )
+        array, record = np.asarray(given), memory.records[name]
+        if array.shape != record.shape:
+            raise GraphError(f"{name} has shape {record.shape} but is given an array of {array.shape}")
+        if not np.can_cast(array.dtype, to_numpy(record.dtype), "same_kind"):
+            raise GraphError(
+                f"{name} is {record.dtype} but is given an array of {array.dtype}; convert it with .astype"
+            )
+        checked[name] = array
+    world.run(lambda rank: _assign(memory, rank, checked))
+
+
+def _assign(memory: Memory, rank: int, arrays: Mapping[str, np.ndarray]) -> None:
+    for name, record in memory.records.items():
+        # a master copy of the optimiser starts from the numbers of its parameter, and follows it here too
+        array = arrays.get(record.init[1] if record.init[0] == "like" else name)
+        if array is not None and rank in record.attr.mesh:
+            index = record.attr.spec.slices(record.shape, record.attr.mesh, rank)
+            memory.overwrite(name, rank, array[index])
+
+
+def _require_records(memory: Memory) -> None:
+    if not memory.records:
+        raise RuntimeFault("engine has no parameters yet; call fit, prepare or predict first")
+    memory.check_whole()

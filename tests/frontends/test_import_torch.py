@@ -62,6 +62,18 @@ def test_names_and_values_are_those_of_torch() -> None:
     assert {n for n, _ in model.named_buffers()} == {n for n, _ in net.named_buffers()}
 
 
+def test_trained_weights_go_back_into_torch() -> None:
+    net, model, batches = make("gpt")
+    engine = dg.Engine(model, mean_cross_entropy, dg.optim.SGD(lr=0.1), strategy=STRATEGIES["data"]())
+    engine.run((batches[0][0].numpy(), batches[0][1].numpy()))
+    arrays = engine.parameters()
+    peer = copy.deepcopy(net)
+    peer.load_state_dict({name: torch.from_numpy(arrays[first]) for name, first in model.names.items()})
+    x = batches[1][0]
+    np.testing.assert_allclose(engine.predict(x.numpy()), peer(x).detach().numpy(), rtol=0, atol=1e-5)
+    engine.close()
+
+
 def test_attention_and_norms_are_the_fused_ops() -> None:
     model = dg.frontends.torch.import_module(TinyGPT(), IDS[0])
     graph = dg.trace(model, np.zeros((3, 6), np.int64))

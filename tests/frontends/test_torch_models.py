@@ -59,6 +59,9 @@ def test_patterns_of_a_llama_are_fused_ops(dtype: str) -> None:
     groups = [op.operands[1].shape[1] for op in graph.ops if op.kind == "attention"]
     assert groups == [2, 2]
     assert "broadcast_to" not in kinds
+    assert {name for name, _ in model.named_tensors()} == set(
+        net.state_dict()
+    )  # not the constant frequencies
 
 
 SMALL = {

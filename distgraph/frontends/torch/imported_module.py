@@ -40,7 +40,8 @@ class ImportedModule(Module):
     def __init__(self, source: torch.nn.Module, training: Exported, evaluation: Exported) -> None:
         self._name = type(source).__name__
         self._exported = {True: training, False: evaluation}
-        self._tensors, self._names = _tensors(source)
+        constants = {each.name for each in training.inputs.values() if each.kind == "constant"}
+        self._tensors, self._names = _tensors(source, constants)
         self._forward = _with_signature(self._run, tuple(training.shapes))
 
     @property
@@ -51,6 +52,12 @@ class ImportedModule(Module):
     def children(self) -> Iterator[tuple[str, Any]]:
         """(name in torch, parameter or buffer); a tied one under its first name."""
         yield from self._names.items()
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Every name in torch -> the name here, which for a tied tensor is the first of its names."""
+        first = {id(tensor): name for name, tensor in self._names.items()}
+        return {name: first[id(tensor)] for name, tensor in self._tensors.items()}
 
     def parameter(self, name: str) -> Parameter:
         """The parameter or buffer of a name in torch; a tied one has several.
@@ -151,13 +158,20 @@ def _arguments(inputs: Any, further: Mapping[str, Any] | None) -> tuple[tuple[An
     )
 
 
-def _tensors(module: torch.nn.Module) -> tuple[dict[str, Parameter], dict[str, Parameter]]:
-    """(name -> tensor with every name of a tied one, name -> tensor with the first name of each)."""
+def _tensors(
+    module: torch.nn.Module, constants: set[str]
+) -> tuple[dict[str, Parameter], dict[str, Parameter]]:
+    """(name -> tensor with every name of a tied one, name -> tensor with the first name of each).
+
+    Buffers that are constants of the graph are neither saved by torch nor here.
+    """
     every: dict[str, Parameter] = {}
     first: dict[str, Parameter] = {}
     made: dict[int, Parameter] = {}
     own = list(module.named_parameters(remove_duplicate=False))
     for name, tensor in [*own, *module.named_buffers(remove_duplicate=False)]:
+        if name in constants:
+            continue
         if id(tensor) not in made:
             made[id(tensor)] = first[name] = _tensor(tensor)
         every[name] = made[id(tensor)]

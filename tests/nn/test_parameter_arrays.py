@@ -1,0 +1,101 @@
+"""Parameters of an engine as whole arrays by name: out of split ranks, into them, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import distgraph as dg
+from distgraph import nn, ops, optim
+from distgraph.errors import GraphError, RuntimeFault
+
+MESH = dg.ProcessMesh.grid(dp=2, tp=2)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        self.up, self.norm, self.down = nn.Linear(3, 8), nn.LayerNorm(8), nn.Linear(8, 2)
+
+    def forward(self, x: Any) -> Any:
+        return self.down(self.norm(ops.tanh(self.up(x))))
+
+
+def engine_of(mesh: Any = None, **options: Any) -> dg.Engine:
+    model = Model()
+    dg.shard_tensor(model.up.weight, mesh, [None, "tp"])
+    dg.shard_tensor(model.down.weight, mesh, ["tp", None])
+    strategy = dg.Strategy() if mesh is None else dg.Strategy(mesh=mesh, batch_axis="dp")
+    return dg.Engine(model, nn.MeanSquaredError(), optim.Adam(lr=0.1, **options), strategy=strategy, seed=3)
+
+
+@pytest.fixture
+def batch(rng: np.random.Generator) -> Any:
+    return rng.standard_normal((4, 3)).astype("f4"), rng.standard_normal((4, 2)).astype("f4")
+
+
+def test_split_parameters_are_whole_arrays_and_come_back(batch: Any) -> None:
+    split, serial = engine_of(MESH), engine_of()
+    for engine in (split, serial):
+        engine.run(batch)
+    found, expected = split.parameters(), serial.parameters()
+    assert list(found) == [name for name, _ in Model().named_tensors()]
+    for name, array in expected.items():
+        np.testing.assert_allclose(found[name], array, rtol=0, atol=1e-6)
+    losses = [serial.run(batch)["loss"] for _ in range(2)]
+    split.assign({name: np.zeros_like(array) for name, array in found.items()})
+    assert not any(array.any() for array in split.parameters().values())
+    split.assign(found)
+    np.testing.assert_allclose([split.run(batch)["loss"] for _ in range(2)], losses, rtol=0, atol=1e-5)
+    split.close()
+
+
+def test_arrays_that_a_module_starts_from_are_its_parameters(batch: Any) -> None:
+    model = Model()
+    start = {name: np.full(p.shape, 0.25, "f4") for name, p in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        parameter.assign(start[name])
+    engine = dg.Engine(lambda x: model(x) * 1.0, nn.MeanSquaredError(), optim.SGD(lr=0.1))  # a function too
+    engine.prepare(batch)
+    for name, array in engine.parameters().items():
+        np.testing.assert_array_equal(array, start[name])
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"up.wieght": np.zeros((3, 8), "f4")}, "engine has no parameter or buffer 'up.wieght' to assign"),
+        (
+            {"up.weight": np.zeros((8, 3), "f4")},
+            r"up.weight has shape \(3, 8\) but is given an array of \(8, 3\)",
+        ),
+        ({"up.bias": np.zeros(8, "c8")}, "up.bias is f32 but is given an array of complex64"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused_and_none_is_set(batch: Any, arrays: Any, message: str) -> None:
+    engine = engine_of()
+    engine.prepare(batch)
+    before = engine.parameters()
+    with pytest.raises(GraphError, match=message):
+        engine.assign({"down.bias": np.ones(2, "f4"), **arrays})
+    np.testing.assert_array_equal(engine.parameters()["down.bias"], before["down.bias"])
+
+
+def test_an_engine_without_a_program_has_no_parameters() -> None:
+    with pytest.raises(RuntimeFault, match="engine has no parameters yet"):
+        engine_of().parameters()
+    with pytest.raises(RuntimeFault, match="engine has no parameters yet"):
+        engine_of().assign({})
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (np.zeros((3, 2)), r"has shape \(2, 3\) but is given an array of \(3, 2\)"),
+        (np.zeros((2, 3), "c8"), "is f32"),
+    ],
+)
+def test_an_array_that_does_not_fit_a_parameter_is_refused(value: Any, message: str) -> None:
+    with pytest.raises(GraphError, match=message):
+        nn.Parameter((2, 3)).assign(value)
