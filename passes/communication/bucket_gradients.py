@@ -3,8 +3,9 @@
 In:   a lowered graph.
 Out:  the same program, in which the all_reduces of gradients over one group are fused into buckets, each of
       which starts as soon as its last gradient is complete.
-Invariant: same numbers to the last bit, because a message reduces every element in the order of the ranks,
-    whatever its place in the message. Gradients that different tasks complete are in different buckets.
+Invariant: same numbers; to the last bit in one process and over MPI, where a message reduces every element
+    in the order of the ranks, whatever its place in the message. Gradients that different tasks complete are
+    in different buckets.
 
     %a = comm.all_reduce(%x)
     %b = comm.all_reduce(%y)     ->     %a, %b = comm.all_reduce(%x, %y)

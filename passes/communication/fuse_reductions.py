@@ -4,8 +4,9 @@ In:   a lowered graph.
 Out:  the same program, in which every all_reduce of single numbers that runs once a step is fused with the
       others of its phase over the same group: the losses and metrics of a step, the squares of gradients
       whose sum is the norm for clipping.
-Invariant: same numbers to the last bit, because a message reduces every element in the order of the ranks,
-    whatever its place in the message. Reductions of tensors with more elements do not change.
+Invariant: same numbers; to the last bit in one process and over MPI, where a message reduces every element
+    in the order of the ranks, whatever its place in the message. Reductions of tensors with more elements do
+    not change.
 
     %a = comm.all_reduce(%x) {axes=("tp",)}
     %b = mul(%a, %y)                              ->    %a, %c = comm.all_reduce(%x, %z) {axes=("tp",)}
