@@ -70,16 +70,20 @@ class Constant(TensorOperators):
             self._traced = self._trace(trace)
         return self._traced
 
+    def narrow(self) -> Constant:
+        """The constant once along every dim along which it repeats."""
+        sides = zip(self.value.shape, getattr(self.value, "strides", self.value.shape), strict=True)
+        repeated = [n > 1 and step == 0 for n, step in sides]
+        if any(repeated):
+            return Constant(self.value[tuple(slice(0, 1) if once else slice(None) for once in repeated)])
+        uniform = 1 < self.size <= STORED and bool((self.value == self.value.flat[0]).all())
+        return Constant(self.value.flat[0].reshape((1,) * self.ndim)) if uniform else self
+
     def _trace(self, trace: Trace) -> Tensor:
-        value = self.value
-        sides = zip(value.shape, value.strides, strict=True)
-        repeated = {d for d, (n, step) in enumerate(sides) if n > 1 and step == 0}
-        narrow = value[tuple(slice(0, 1) if d in repeated else slice(None) for d in range(value.ndim))]
-        if narrow.size == 1 and value.size > 1:
-            return ops.full(self.shape, narrow.item(), self.dtype)
+        narrow = self.narrow()
+        if narrow.size == 1 and self.size > 1:
+            return ops.full(self.shape, narrow.value.item(), self.dtype)
         if narrow.size > STORED and self.recipe is not None:
             return trace.tensor(self.recipe())
-        if 1 < narrow.size <= STORED and bool((narrow == narrow.flat[0]).all()):
-            return ops.full(self.shape, narrow.flat[0].item(), self.dtype)
-        stored = trace.constant(np.ascontiguousarray(narrow).reshape(narrow.shape), self.dtype)
-        return ops.broadcast_to(stored, self.shape) if repeated else stored
+        stored = trace.constant(np.ascontiguousarray(narrow.value).reshape(narrow.shape), self.dtype)
+        return stored if narrow.shape == self.shape else ops.broadcast_to(stored, self.shape)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from distgraph.frontends.jax.jaxpr_tracing import (
     trace_function,
 )
 from distgraph.frontends.jax.random_keys import RandomKey
+from distgraph.frontends.jax.stacked_parameters import StackedParameters, scanned_inputs
 from distgraph.frontends.outputs import Outputs
 from distgraph.ir.dtypes import is_float, short
 from distgraph.nn import Buffer, Module, Parameter
@@ -33,18 +35,40 @@ _ABSENT: Any = object()
 class ImportedFunction(Module):
     """A function of JAX whose jaxpr is evaluated; made by `import_function`.
 
-    Parameters have the paths of the leaves of the parameters, and their values. The function is traced by JAX
-    again for every shape of the inputs, so that any number of samples can be given.
+    Parameters have the paths of the leaves of the parameters, and their values; see `stacked_parameters` for
+    those of layers that are scanned. The function is traced by JAX again for every shape of the inputs, so
+    that any number of samples can be given.
     """
 
     def __init__(self, training: Arguments, evaluation: Arguments, has_state: bool) -> None:
         self._arguments = {True: training, False: evaluation}
         self._has_state = has_state
         self._traced: dict[Any, TracedFunction] = {}
-        self._tensors = {
-            leaf.name: _tensor(leaf) for leaf in training.of_kind("parameter", "buffer", "state")
-        }
+        self._layers = self._scanned()
+        self._tensors = dict(self._made())
         self._forward = _with_signature(self._run, [leaf.name for leaf in training.of_kind("input")])
+
+    def _scanned(self) -> dict[str, int]:
+        """Name of each parameter that only scans over layers read, in both modes -> number of layers."""
+        found: list[set[str]] = []
+        for training, arguments in self._arguments.items():
+            leaves = [leaf for leaf in arguments.leaves if leaf.kind != "static"]
+            types = {leaf.name: (leaf.shape, short(leaf.dtype)) for leaf in arguments.of_kind("input")}
+            scanned = scanned_inputs(self._jaxpr(training, types).closed)
+            found.append({leaf.name for leaf, is_scanned in zip(leaves, scanned, strict=True) if is_scanned})
+        parameters = self._arguments[True].of_kind("parameter")
+        return {leaf.name: leaf.shape[0] for leaf in parameters if all(leaf.name in names for names in found)}
+
+    def _made(self) -> Iterator[tuple[str, Parameter]]:
+        """(name, parameter or buffer) of all leaves; those of layers one by one."""
+        for leaf in self._arguments[True].of_kind("parameter", "buffer", "state"):
+            if leaf.name not in self._layers:
+                yield leaf.name, _tensor(leaf)
+                continue
+            for number in range(self._layers[leaf.name]):
+                value = None if leaf.value is None else leaf.value[number]
+                one = replace(leaf, name=f"{leaf.name}.{number}", shape=leaf.shape[1:], value=value)
+                yield one.name, _tensor(one)
 
     @property
     def forward(self) -> Any:
@@ -76,7 +100,7 @@ class ImportedFunction(Module):
             leaf.name: _input(arguments.name, leaf, trace.tensor(given[leaf.name]))
             for leaf in arguments.of_kind("input")
         }
-        traced = self._jaxpr(trace.training, inputs)
+        traced = self._jaxpr(trace.training, {name: (x.shape, x.dtype) for name, x in inputs.items()})
         values = [self._value(leaf, inputs) for leaf in arguments.leaves if leaf.kind != "static"]
         with jax.enable_x64(arguments.wide):
             results = Evaluation(arguments.name).run(traced.closed, values)
@@ -89,11 +113,14 @@ class ImportedFunction(Module):
     def _value(self, leaf: Leaf, inputs: Mapping[str, Tensor]) -> Any:
         if leaf.kind == "key":
             return RandomKey()
+        if leaf.name in self._layers and leaf.kind == "parameter":
+            count = self._layers[leaf.name]
+            return StackedParameters(tuple(self._tensors[f"{leaf.name}.{i}"] for i in range(count)))
         return inputs[leaf.name] if leaf.kind == "input" else self._tensors[leaf.name]
 
-    def _jaxpr(self, training: bool, inputs: Mapping[str, Tensor]) -> TracedFunction:
-        types = {name: (x.shape, x.dtype) for name, x in inputs.items()}
-        key = training, tuple(types.items())
+    def _jaxpr(self, training: bool, types: Mapping[str, tuple[tuple[int, ...], str]]) -> TracedFunction:
+        """The jaxpr of a mode for inputs of some shapes and dtypes."""
+        key = training or self._arguments[True] is self._arguments[False], tuple(types.items())
         if key not in self._traced:
             self._traced[key] = trace_function(self._arguments[training], types, self._has_state)
         return self._traced[key]

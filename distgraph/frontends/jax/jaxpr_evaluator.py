@@ -19,7 +19,8 @@ from distgraph.frontends.jax.control_flow import CALLS, CONTROL
 from distgraph.frontends.jax.folded_constant import Constant, is_key
 from distgraph.frontends.jax.jaxpr_tracing import scope_names, source_line
 from distgraph.frontends.jax.random_keys import RandomKey, random_result
-from distgraph.frontends.jax.rule_registry import RULES
+from distgraph.frontends.jax.rule_registry import ELEMENTWISE, RULES
+from distgraph.frontends.jax.stacked_parameters import StackedParameters
 from distgraph.ir.dtypes import short
 from distgraph.nn.parameter import Parameter
 from distgraph.tracing.tensor import Tensor
@@ -134,7 +135,10 @@ class Evaluation:
         """The results of an equation by its rule, in the dtypes that JAX computes."""
         if any(isinstance(x, RandomKey) for x in operands):
             raise GraphError("it reads a random key as numbers; draw with uniform, normal or bernoulli")
-        found = RULES[eqn.primitive.name](*operands, **eqn.params)
+        ready = [x.stacked() if isinstance(x, StackedParameters) else x for x in operands]
+        if eqn.primitive.name in ELEMENTWISE:
+            ready = _narrowed(ready, eqn.outvars[0].aval.shape)
+        found = RULES[eqn.primitive.name](*ready, **eqn.params)
         results = found if isinstance(found, (tuple, list)) else [found]
         return [_checked(eqn, x, var.aval) for x, var in zip(results, eqn.outvars, strict=True)]
 
@@ -173,6 +177,13 @@ def _broadcast(eqn: Any, arrays: Sequence[Any]) -> Any:
         kept = arrays[0].reshape([dims.get(d, 1) for d in range(len(params["shape"]))])
         return np.broadcast_to(kept, params["shape"])
     return None
+
+
+def _narrowed(operands: Sequence[Any], shape: Any) -> list[Any]:
+    """Operands of an elementwise primitive, with constants that repeat along a dim once along it."""
+    if not any(isinstance(x, Tensor) and x.shape == tuple(shape) for x in operands):
+        return list(operands)
+    return [x.narrow() if isinstance(x, Constant) else x for x in operands]
 
 
 def _checked(eqn: Any, result: Any, expected: Any) -> Any:

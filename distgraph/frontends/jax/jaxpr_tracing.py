@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -154,7 +154,7 @@ def _check_names(leaves: Sequence[Leaf]) -> None:
 
 
 def trace_function(
-    arguments: Arguments, types: dict[str, tuple[tuple[int, ...], str]], has_state: bool
+    arguments: Arguments, types: Mapping[str, tuple[tuple[int, ...], str]], has_state: bool
 ) -> TracedFunction:
     """The jaxpr of a function for inputs of given shapes and dtypes.
 

@@ -19,12 +19,18 @@ RULES: dict[str, Rule] = {}
 """Name of a primitive such as "dot_general" -> its rule."""
 
 
-def primitive(*names: str) -> Callable[[Function], Function]:
+ELEMENTWISE: set[str] = set()
+"""Primitives whose operands may be repeated along dims implicitly."""
+
+
+def primitive(*names: str, elementwise: bool = False) -> Callable[[Function], Function]:
     """Register a function as the rule of primitives."""
 
     def register(function: Function) -> Function:
         for name in names:
             RULES[name] = function
+            if elementwise:
+                ELEMENTWISE.add(name)
         return function
 
     return register

@@ -39,7 +39,7 @@ _BINARY: dict[str, Callable[..., Any]] = {
 
 
 def _register(name: str, function: Callable[..., Any]) -> None:
-    @primitive(name)
+    @primitive(name, elementwise=True)
     def _rule(*operands: Any, **params: Any) -> Any:
         return function(*operands)
 
@@ -48,30 +48,30 @@ for _name, _function in {**_UNARY, **_BINARY}.items():
     _register(_name, _function)
 
 
-@primitive("mul")
+@primitive("mul", elementwise=True)
 def _multiply(x: Any, y: Any, **params: Any) -> Any:
     return ops.logical_and(x, y) if x.dtype == "bool" else ops.multiply(x, y)
 
 
-@primitive("div")
+@primitive("div", elementwise=True)
 def _divide(x: Any, y: Any, **params: Any) -> Any:
     if is_float(x.dtype):
         return ops.divide(x, y)
     return ops.sign(x) * ops.sign(y) * ops.floor_divide(ops.absolute(x), ops.absolute(y))
 
 
-@primitive("rem")
+@primitive("rem", elementwise=True)
 def _remainder(x: Any, y: Any, **params: Any) -> Any:
     """The remainder with the sign of the dividend; numpy's has that of the divisor."""
     return ops.sign(x) * ops.remainder(ops.absolute(x), ops.absolute(y))
 
 
-@primitive("max")
+@primitive("max", elementwise=True)
 def _maximum(x: Any, y: Any, **params: Any) -> Any:
     return _extreme(ops.maximum, -math.inf, x, y)
 
 
-@primitive("min")
+@primitive("min", elementwise=True)
 def _minimum(x: Any, y: Any, **params: Any) -> Any:
     return _extreme(ops.minimum, math.inf, x, y)
 
@@ -90,17 +90,17 @@ def _extreme(function: Callable[..., Any], neutral: float, x: Any, y: Any) -> An
     return ops.where(ops.equal(x, y), average, either)
 
 
-@primitive("and")
+@primitive("and", elementwise=True)
 def _and(x: Any, y: Any, **params: Any) -> Any:
     return ops.logical_and(x, y) if x.dtype == "bool" else ops.bitwise_and(x, y)
 
 
-@primitive("or")
+@primitive("or", elementwise=True)
 def _or(x: Any, y: Any, **params: Any) -> Any:
     return ops.logical_or(x, y) if x.dtype == "bool" else ops.bitwise_or(x, y)
 
 
-@primitive("xor")
+@primitive("xor", elementwise=True)
 def _xor(x: Any, y: Any, **params: Any) -> Any:
     return ops.logical_xor(x, y) if x.dtype == "bool" else ops.bitwise_xor(x, y)
 
@@ -117,7 +117,7 @@ def _shift_right(x: Any, y: Any, **params: Any) -> Any:
     return ops.right_shift(x, y)
 
 
-@primitive("pow")
+@primitive("pow", elementwise=True)
 def _power(x: Any, y: Any, **params: Any) -> Any:
     if isinstance(y, Constant) and y.size == 1:
         number = float(y.value)
@@ -151,13 +151,13 @@ def _round(x: Any, *, rounding_method: Any, **params: Any) -> Any:
     return ops.sign(x) * ops.floor(ops.absolute(x) + 0.5)
 
 
-@primitive("clamp")
+@primitive("clamp", elementwise=True)
 def _clamp(low: Any, x: Any, high: Any, **params: Any) -> Any:
     inside = ops.clip(ops.stop_gradient(x), low, high)
     return ops.where(ops.logical_and(ops.greater(x, low), ops.less(x, high)), x, inside)
 
 
-@primitive("select_n")
+@primitive("select_n", elementwise=True)
 def _select(which: Any, *cases: Any, **params: Any) -> Any:
     if which.dtype == "bool":
         return ops.where(which, cases[1], cases[0]) if len(cases) == 2 else cases[0]
