@@ -186,6 +186,7 @@ def _workers(compute: Callable[[int], bytes | None], count: int) -> Iterator[Pro
         try:
             with warnings.catch_warnings():  # other threads (a progress bar) hold no lock that workers need
                 warnings.simplefilter("ignore", DeprecationWarning)
+                warnings.filterwarnings("ignore", r"os\.fork\(\) was called.*JAX", RuntimeWarning)
                 pool.submit(_compute_in_worker, None)  # forks all of them
             yield pool
         except BaseException:
