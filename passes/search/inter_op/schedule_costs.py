@@ -63,10 +63,12 @@ def makespan(
     return schedule.fill * (sum(times) + sum(transfer)) + max([last, *(rounds * x for x in transfer)])
 
 
-_FOLLOWED = 128
+_FOLLOWED = 256
 """Forward parts of all stages that are followed before the rest is extrapolated."""
-_CYCLES = 4
+_CYCLES = 2
 """Micro-batches for each stage of the pipeline that are followed, at least."""
+_MOST_FOLLOWED = 1024
+"""Forward parts that are followed, at most."""
 
 
 def simulated_makespan(
@@ -83,10 +85,10 @@ def simulated_makespan(
     A stage computes forward parts while fewer micro-batches are in flight on it than the schedule allows, and
     of the parts that may begin the one that the schedule prefers. A result is on its way to the next stage
     while both stages compute; results that need the same link follow one another, as in the forecast. Of many
-    micro-batches the first few are followed; the others take as long each as the last of these. Pipelines of
-    many stages are not followed: once filled, every micro-batch takes the longest period of a stage or link,
-    which is its own seconds or (Little's law) those from a stage to the last one and back over the number in
-    flight.
+    micro-batches the first few are followed; the others take as long each as the second half of these.
+    Pipelines of very many stages are not followed: once filled, every micro-batch takes the longest period of
+    a stage or link, which is its own seconds or (Little's law) those from a stage to the last one and back
+    over the number in flight.
 
     Args:
         schedule: a schedule without a table.
@@ -108,16 +110,16 @@ def simulated_makespan(
     count = len(forward)
     transfer, once = transfer or [0.0] * (count - 1), step or [0.0] * count
     messages = {(side, after): border[side] for after, border in enumerate(links) for side in (0, 1)}
-    if _CYCLES * count**2 > _FOLLOWED:
+    if _CYCLES * count**2 > _MOST_FOLLOWED:
         ends = _steady_ends(schedule, forward, backward, micro_batches, transfer, messages)
         return max(end + more for end, more in zip(ends, once, strict=True))
     followed = min(micro_batches, max(_CYCLES * count, _FOLLOWED // count))
-    followed += (micro_batches - followed) % count  # the others are whole cycles of the pipeline
     ends = _last_ends(schedule, forward, backward, followed, transfer, messages)
     if followed < micro_batches:
-        before = _last_ends(schedule, forward, backward, followed - count, transfer, messages)
-        cycles = (micro_batches - followed) // count
-        ends = [end + cycles * (end - earlier) for end, earlier in zip(ends, before, strict=True)]
+        later = followed // 2 // count * count  # whole cycles of the pipeline
+        before = _last_ends(schedule, forward, backward, followed - later, transfer, messages)
+        rounds = (micro_batches - followed) / later
+        ends = [end + rounds * (end - earlier) for end, earlier in zip(ends, before, strict=True)]
     return max(end + more for end, more in zip(ends, once, strict=True))
 
 

@@ -146,6 +146,24 @@ def test_the_estimate_is_the_simulation(policy: SchedulePolicy):
         assert estimate == pytest.approx(found.makespan, rel=1e-9)
 
 
+@POLICIES
+@pytest.mark.parametrize("micro", [8, 32, 96])
+def test_the_estimate_of_many_stages_is_near_the_simulation(policy: SchedulePolicy, micro: int):
+    """Stages that differ, and borders of which some are slower than a stage."""
+    choose = random.Random(0)
+    for stages in (6, 9, 16):
+        forward = [choose.uniform(0.8, 1.2) for _ in range(stages)]
+        backward = [2 * seconds for seconds in forward]
+        links = []
+        for stage in range(stages - 1):
+            seconds = choose.choice([0.02, 0.3, 1.2])
+            links.append(({2 * stage: seconds}, {2 * stage + 1: seconds}))
+        transfer = [0.01 + max(there.values()) for there, _ in links]
+        found = bordered(forward, backward, micro, transfer, links, policy)[0]
+        estimate = simulated_makespan(policy, forward, backward, micro, transfer, (), links)
+        assert estimate == pytest.approx(found.makespan, rel=0.05)
+
+
 @st.composite
 def messages(draw: st.DrawFn) -> dict[int, dict[int, float]]:
     seconds = st.sampled_from([0.0, 0.5, 1.0, 1.5, 4.0])
