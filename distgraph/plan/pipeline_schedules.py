@@ -1,4 +1,4 @@
-"""Pipeline schedules (GPipe, 1F1B). Each is declared once, here or outside, and looked up by its name.
+"""Pipeline schedules. Each is declared once, here or outside the package, and looked up by its name.
 
 A declaration has three parts, and every reader takes its part from here:
 
@@ -14,6 +14,10 @@ GPipe (Huang et al., 2019) runs all micro-batches forward and then all backward,
 (Narayanan et al., PipeDream-2BW, 2021) turns to backward as early as it can: stage i = 0..p - 1 of p holds
 min(m, p - i) of m micro-batches. It is nothing more than room for p - i micro-batches between a forward and
 its backward, and backward first.
+
+Eager 1F1B (Zhuang et al., On Optimizing the Communication of Model Parallelism, MLSys 2023, section 4) starts
+forwards as early as room for 2 (p - i) - 1 micro-batches on stage i allows: a message in each direction is on
+its way while a stage computes, for more memory. It is ahead where the links between stages are slow.
 
 Example, the order of one stage after another as a table:
 
@@ -146,6 +150,18 @@ def _one_per_stage_left(stage: int, stages: int, micro_batches: int) -> int:
     return min(micro_batches, stages - stage)
 
 
+def _eager_credits(source: StageTask, target: StageTask, stages: int, turns: bool) -> int | None:
+    if not turns:  # as under 1F1B, and one more result on its way
+        return 2 + max(1, abs(target.stage - source.stage))
+    if source.stage != target.stage:
+        return None
+    return 2 * (stages - source.stage) - 1 + (source.kind != "forward")
+
+
+def _twice_the_stages_left(stage: int, stages: int, micro_batches: int) -> int:
+    return min(micro_batches, 2 * (stages - stage) - 1)
+
+
 ONE_F_ONE_B = SchedulePolicy(
     "1f1b",
     _one_f_one_b_credits,
@@ -155,6 +171,15 @@ ONE_F_ONE_B = SchedulePolicy(
     searched=True,
     export_names={"torch": "Schedule1F1B", "megatron": "1f1b"},
 )
+EAGER_1F1B = SchedulePolicy(
+    "eager-1f1b",
+    _eager_credits,
+    _backward_first,
+    relative=True,
+    in_flight=_twice_the_stages_left,
+    waits_for_transfers=False,
+    searched=True,
+)
 GPIPE = SchedulePolicy(
     "gpipe",
     forward_is_done_first=True,
@@ -163,7 +188,7 @@ GPIPE = SchedulePolicy(
     export_names={"torch": "ScheduleGPipe"},
 )
 
-_POLICIES = {policy.name: policy for policy in (ONE_F_ONE_B, GPIPE)}
+_POLICIES = {policy.name: policy for policy in (ONE_F_ONE_B, GPIPE, EAGER_1F1B)}
 
 
 def register_schedule(policy: SchedulePolicy) -> SchedulePolicy:

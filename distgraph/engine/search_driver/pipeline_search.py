@@ -139,9 +139,7 @@ class PipelineSearch:
                 self.shape_seconds[key] = min(seconds, self.shape_seconds.get(key, math.inf))
             table = undominated(table)
             best = self._best_of(table, slack, schedules)
-            stages = best[1].stages if best is not None else ()
-            variants = {(table.submeshes[s.submesh], table.variants[s.submesh][s.config]) for s in stages}
-            carried_over = {(submesh, v.shape) for submesh, v in variants if not v.solved}
+            carried_over = set() if best is None else self._carried_over(table, best[0])
             if not carried_over or resolved == _RESOLVED or self.layout_costs.expired():
                 break
             resolved += 1
@@ -151,6 +149,19 @@ class PipelineSearch:
             self.tables[micro_batches] = table
             self._try_pools(table, schedules)
         return None if best is None else best[0]
+
+    def _carried_over(self, table: VariantTable, pipeline: Candidate) -> set[tuple[SubMesh, Shape]]:
+        """Sub-meshes and shapes of a pipeline whose layouts are those of another micro-batch count."""
+        chosen = {
+            (self.layout_costs.submesh(stage.devices), stage.shape, stage.memory_multiplier)
+            for stage in pipeline.stages
+        }
+        return {
+            (submesh, v.shape)
+            for submesh, variants in zip(table.submeshes, table.variants, strict=True)
+            for v in variants
+            if not v.solved and (submesh, v.shape, v.memory_multiplier) in chosen
+        }
 
     def of_single_sizes(self, pipeline: Candidate) -> Iterator[Candidate]:
         """The best pipeline whose stages all have one size, for each size in a pipeline that mixes them.

@@ -43,7 +43,7 @@ def run(case: Case, wrap: Callable[[Transport], Any] = lambda transport: transpo
 
 
 @pytest.mark.usefixtures("checked")
-@pytest.mark.parametrize("policy", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("policy", ["1f1b", "gpipe", "eager-1f1b"])
 @pytest.mark.parametrize("stages", ["one rank each", "2, 1 and 1 ranks"])
 def test_memory_that_is_received_into_while_a_view_of_it_is_sent(
     policy: str, stages: str, planned_by: Mutate
@@ -75,7 +75,7 @@ def test_scratch_memory_that_is_reused_while_it_is_alive(monkeypatch: pytest.Mon
 
 
 @pytest.mark.usefixtures("checked")
-@pytest.mark.parametrize("policy", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("policy", ["1f1b", "gpipe", "eager-1f1b"])
 def test_ring_that_is_one_buffer_too_short(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     right = ring_buffer_sizes.window
     monkeypatch.setattr(memory_plan, "window", lambda starts, ends: max(1, right(starts, ends) - 1))

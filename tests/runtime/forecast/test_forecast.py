@@ -201,7 +201,7 @@ def walked(build: Build, found: Forecast) -> float:
     return float(nx.dag_longest_path_length(graph, weight="w"))
 
 
-@pytest.mark.parametrize("policy", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("policy", ["1f1b", "gpipe", "eager-1f1b"])
 @pytest.mark.parametrize("micro", [1, 2, 7])
 def test_the_step_is_the_longest_path(policy: str, micro: int):
     meshes = [grid(0, dp=2), grid(2, dp=3), grid(5, dp=1), grid(6, dp=2)]
@@ -210,7 +210,7 @@ def test_the_step_is_the_longest_path(policy: str, micro: int):
     assert found.step_seconds == pytest.approx(walked(build, found), rel=1e-9)
 
 
-@pytest.mark.parametrize("policy", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("policy", ["1f1b", "gpipe", "eager-1f1b"])
 @pytest.mark.parametrize(("stages", "micro"), [(1, 3), (3, 3), (4, 8), (5, 2)])
 def test_equal_stages_take_m_plus_p_minus_1_turns(policy: str, stages: int, micro: int):
     graph = pipeline([(s,) for s in range(stages)], micro, optimize=False)

@@ -31,7 +31,7 @@ def test_a_stage_passes_on_the_data_that_it_received(case: Case) -> None:
     check(case.graph(), case.completed(), case.micro, case.policy)
 
 
-@pytest.mark.parametrize("policy", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("policy", ["1f1b", "gpipe", "eager-1f1b"])
 @pytest.mark.parametrize("micro", [1, 2, 6])
 @pytest.mark.parametrize(("sender", "receiver"), [(0, 1), (None, 1), (None, 4), (1, 3), (3, 1)])
 def test_no_stage_waits_for_a_receive_that_is_posted_in_the_backward_part(
@@ -73,7 +73,7 @@ class Skip(nn.Module):
             return z * h * self.scale
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b"])
 @pytest.mark.parametrize("layout", OVERLAPPING)
 def test_memory_is_planned_for_updates_after_all_other_tasks(
     layout: str, schedule: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch

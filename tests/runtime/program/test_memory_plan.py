@@ -199,7 +199,7 @@ def test_a_parameter_is_overwritten_by_the_cast_of_its_master_copy() -> None:
     assert old in storage.in_place
 
 
-@pytest.mark.parametrize("policy", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("policy", ["1f1b", "gpipe", "eager-1f1b"])
 def test_a_sent_value_has_one_buffer_more_than_stages_to_the_receiver(policy: str):
     """Gradients of a stage's input, which nothing else there reads: the receiver is the stage before."""
     stages, micro = 4, 8

@@ -14,7 +14,7 @@ from support.programs.peak_live import peak_live
 from support.programs.task_graphs import plain, task_graphs, with_transfers
 
 from distgraph.errors import GraphError, RuntimeFault
-from distgraph.plan.pipeline_schedules import SchedulePolicy, schedule_names, schedule_policy
+from distgraph.plan.pipeline_schedules import EAGER_1F1B, SchedulePolicy, schedule_names, schedule_policy
 from distgraph.runtime.schedule.flow_control import with_credits
 from distgraph.runtime.schedule.simulate import Timeline, seconds_of, simulate, symbols
 from distgraph.runtime.schedule.steady_state import unit_timeline
@@ -32,7 +32,7 @@ def backward_first(phase: str, micro: int, request: int) -> tuple[int, ...]:
 
 
 # Equal stages: each is busy for m (tf + tb); the first micro-batch goes up and down the other p - 1 stages.
-@pytest.mark.parametrize("policy", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("policy", ["1f1b", "gpipe", "eager-1f1b"])
 @pytest.mark.parametrize(
     ("stages", "micro"), [(1, 1), (1, 5), (2, 4), (3, 7), (4, 1), (4, 3), (4, 8), (6, 12)]
 )
@@ -42,7 +42,7 @@ def test_makespan_of_equal_stages(
 ) -> None:
     timeline = simulate(plain(stages, micro), {"forward": forward, "backward": backward}, policy=policy)
     assert timeline.makespan == pytest.approx((micro + stages - 1) * (forward + backward), rel=1e-12)
-    peak = [min(micro, stages - stage) if policy == "1f1b" else micro for stage in range(stages)]
+    peak = [schedule_policy(policy).in_flight(stage, stages, micro) for stage in range(stages)]
     assert peak_live(timeline) == tuple(peak)
     assert timeline.busy() == pytest.approx(
         dict.fromkeys(range(stages), micro * (forward + backward)), rel=1e-12
@@ -55,7 +55,7 @@ def test_inference_takes_a_clock_per_stage_and_micro_batch() -> None:
     assert peak_live(timeline) == (1, 1, 1)
 
 
-@pytest.mark.parametrize("policy", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("policy", ["1f1b", "gpipe", "eager-1f1b"])
 def test_a_step_with_its_update_takes_the_published_clocks(policy: str) -> None:
     assert simulate(pipeline([(0,), (1, 2), (3,)], 4), policy=policy).makespan == 2 * (3 + 4 - 1) + 1
 
@@ -90,12 +90,25 @@ def test_credit_one_runs_one_micro_batch_at_a_time() -> None:
 
 
 def test_eager_1f1b_is_another_credit_on_the_same_actors() -> None:
-    def eager(source: Task, target: Task, stages: int, turns: bool) -> int | None:
-        return 2 * (stages - source.stage) - 1 if turns else None
-
-    timeline = simulate(plain(4, 8), policy=SchedulePolicy("eager", eager, backward_first))
+    timeline = simulate(plain(4, 8), policy="eager-1f1b")
     assert timeline.makespan == 2 * (4 + 8 - 1)
     assert peak_live(timeline) == (7, 5, 3, 1)
+    assert [EAGER_1F1B.in_flight(stage, 4, 6) for stage in range(4)] == [6, 5, 3, 1]
+
+
+def test_eager_1f1b_hides_messages_that_1f1b_waits_for() -> None:
+    """A message takes half as long as a stage for a micro-batch."""
+    graph, durations = plain(4, 32), {"forward": 1.0, "backward": 2.0}
+    borders = [(f"forward.s{s}", f"forward.s{s + 1}") for s in range(3)]
+    borders += [(f"backward.s{s + 1}", f"backward.s{s}") for s in range(3)]
+    transfer = dict.fromkeys(borders, 1.5)
+    links = {border: {number: 1.5} for number, border in enumerate(borders)}
+    eager, usual = (
+        simulate(graph, durations, policy=policy, transfer=transfer, links=links).makespan
+        for policy in ("eager-1f1b", "1f1b")
+    )
+    assert eager < 1.05 * (4 + 32 - 1) * 3 + 2 * 3 * 1.5
+    assert usual > 32 * (3 + 1.5)
 
 
 def test_gpipe_runs_all_forwards_first_even_when_it_has_to_wait_for_them() -> None:
@@ -160,7 +173,7 @@ def test_transfer_time_counts_between_ranks_only() -> None:
     assert timeline.makespan == 6 + 4 * 0.25  # two hops up, two down; forward to backward of one rank is free
 
 
-@pytest.mark.parametrize("policy", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("policy", ["1f1b", "gpipe", "eager-1f1b"])
 @pytest.mark.parametrize(("stages", "micro"), [(2, 1), (2, 4), (3, 7), (4, 8)])
 def test_transfers_that_take_no_time_change_nothing(policy: str, stages: int, micro: int) -> None:
     durations = {"forward": 0.1, "backward": 0.2, "send": 0.0, "recv": 0.0}
@@ -240,7 +253,7 @@ def longest_path(graph: TaskGraph, durations: Mapping[str, float], timeline: Tim
 
 
 @settings(deadline=None)
-@given(task_graphs(), st.integers(1, 90), st.sampled_from(["1f1b", "gpipe"]))
+@given(task_graphs(), st.integers(1, 90), st.sampled_from(["1f1b", "gpipe", "eager-1f1b"]))
 def test_a_repeated_period_equals_the_whole_simulation(graph: TaskGraph, micro: int, name: str) -> None:
     graph = replace(graph, micro_batches=micro)
     whole = simulate(graph, policy=name)
@@ -252,7 +265,7 @@ def test_a_repeated_period_equals_the_whole_simulation(graph: TaskGraph, micro: 
     assert sorted(again.intervals, key=str) == sorted(whole.intervals, key=str)
 
 
-@given(timed(), st.sampled_from(["1f1b", "gpipe"]), st.booleans())
+@given(timed(), st.sampled_from(["1f1b", "gpipe", "eager-1f1b"]), st.booleans())
 def test_no_deadlock_and_the_clock_agrees_with_the_longest_path(
     case: tuple[TaskGraph, dict[str, float]], name: str, limited: bool
 ) -> None:

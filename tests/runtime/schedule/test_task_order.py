@@ -74,7 +74,7 @@ def test_gpipe_runs_forward_and_backward_in_order() -> None:
     assert peak_live(check(planned, plain(4, 8), UNEQUAL)) == (8, 8, 8, 8)
 
 
-@pytest.mark.parametrize("policy", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("policy", ["1f1b", "gpipe", "eager-1f1b"])
 def test_durations_that_are_equal_up_to_rounding_give_the_same_order(policy: str) -> None:
     exact = schedule(plain(4, 8), policy, UNEQUAL)
     assert schedule(plain(4, 8), policy, {"forward": 0.1, "backward": 0.2}) == exact
@@ -96,7 +96,7 @@ def test_the_text_names_the_columns_where_they_are_not_plain() -> None:
     assert parse(str(planned)) == planned
 
 
-@given(task_graphs(), st.sampled_from(["1f1b", "gpipe"]), st.data())
+@given(task_graphs(), st.sampled_from(["1f1b", "gpipe", "eager-1f1b"]), st.data())
 def test_any_schedule_prints_parses_agrees_and_runs(
     graph: TaskGraph, policy: str, data: st.DataObject
 ) -> None:
