@@ -117,8 +117,9 @@ def test_neighbours_of_a_row() -> None:
     given = pipeline(
         StageChoice(0, 2, (0, 1), TWO), StageChoice(2, 3, (2,), ONE), StageChoice(3, 6, (3,), ONE)
     )
-    *moved, scheduled = local_search_moves(given)
+    *moved, scheduled, eager = local_search_moves(given)
     assert scheduled == replace(given, schedule="gpipe")
+    assert eager == replace(given, schedule="eager-1f1b")
     assert [borders(found) for found in moved] == [
         [(1, (0, 1)), (3, (2,)), (6, (3,))],
         [(2, (0, 1)), (4, (2,)), (6, (3,))],
