@@ -24,10 +24,11 @@ from distgraph.engine.search_driver.restrictions import Restriction
 from distgraph.engine.search_driver.search_space import Shape, pools_of
 from distgraph.errors import DistGraphError
 from distgraph.passes.search.inter_op.submesh_placement import SubMesh, place
+from distgraph.plan.pipeline_schedules import searched_schedules
 from distgraph.resources import Cluster
 
 _RESTRICTIONS: tuple[Restriction, ...] = ("none", "uniform", "zero1", "zero3")
-_SCHEDULES = ("1f1b", "gpipe")
+_SCHEDULES = searched_schedules()
 _WIDEST = 8
 _STARTS = 16
 _TOO_LARGE = 1e6
