@@ -132,3 +132,27 @@ def test_training_follows_the_loss_curve_of_jax(name: str, strategy: str) -> Non
     engine = dg.Engine(model, mean_cross_entropy, optimizer, strategy=STRATEGIES[strategy]())
     assert theirs[-1] < theirs[0]
     np.testing.assert_allclose(engine_losses(engine, batches), theirs, rtol=0, atol=1e-4)
+
+
+def test_training_under_annotations_follows_the_loss_curve_of_jax() -> None:
+    """Columns and rows of two matrices over one axis, samples over the other, on four ranks."""
+    batches, params, theirs = curve("mlp")
+    model = dg.frontends.jax.import_function(mlp, params, batches[0][0])
+    mesh = dg.ProcessMesh.grid(dp=2, tp=2)
+    dg.shard_tensor(model.parameter("layers.0.w"), mesh, [None, "tp"])
+    dg.shard_tensor(model.parameter("layers.1.w"), mesh, ["tp", None])
+    strategy = dg.Strategy(mesh=mesh, batch_axis="dp")
+    optimizer = dg.optim.AdamW(1e-2, weight_decay=0.1)
+    engine = dg.Engine(model, mean_cross_entropy, optimizer, strategy=strategy)
+    np.testing.assert_allclose(engine_losses(engine, batches), theirs, rtol=0, atol=1e-4)
+
+
+def test_layers_that_are_also_read_together_stay_one_parameter() -> None:
+    def apply(params: Any, x: Any) -> Any:
+        y, _ = jax.lax.scan(lambda y, w: (jax.numpy.tanh(y @ w), None), x, params["both"])
+        y, _ = jax.lax.scan(lambda y, w: (jax.numpy.tanh(y @ w), None), y, params["scanned"])
+        return y + (params["both"] ** 2).sum()
+
+    params = {"both": normal(0, (2, 4, 4)), "scanned": normal(1, (2, 4, 4))}
+    model, _ = compare(apply, params, [normal(2, (3, 4))])
+    assert [name for name, _ in model.named_parameters()] == ["both", "scanned.0", "scanned.1"]
