@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 import distgraph as dg
-from benchmarks.support.megatron.training_program import Run, Shape, gpt_model
+from benchmarks.support.megatron.training_program import SINGLE_REDUCTIONS, Run, Shape, gpt_model
 from distgraph import optim
 from distgraph.engine.compile.train_graph import train_graph
 from distgraph.passes.complete import complete
@@ -40,7 +40,7 @@ def run_build(run: Run) -> Build:
     model.recompute = True
     batch = (((run.micro * run.dp, run.sequence), "i64"),) * 2
     graph = train_graph(model, batch, None, optim.Adam(), pruned=False)
-    return build(complete(graph, meshes[0]), micro_batches=run.micro_batches)
+    return build(complete(graph, meshes[0]), micro_batches=run.micro_batches, passes=SINGLE_REDUCTIONS)
 
 
 def cluster_of(values: Values) -> Cluster:

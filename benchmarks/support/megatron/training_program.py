@@ -27,6 +27,7 @@ from distgraph import models, optim
 from distgraph.engine.compile.training_spec import TrainingSpec
 from distgraph.errors import ResourceError
 from distgraph.passes.complete import complete
+from distgraph.passes.pass_pipeline import pipeline
 from distgraph.plan.strategy import Strategy
 from distgraph.resources import Cluster, ComputeCost
 from distgraph.resources.load import load_cluster
@@ -36,6 +37,8 @@ from distgraph.runtime.program.memory_plan import plan_storage
 from distgraph.runtime.program.storage import is_started, nbytes
 
 VOCABULARY = 50257
+SINGLE_REDUCTIONS = pipeline(["-bucket_gradients", "-fuse_reductions"])
+"""Passes that reduce each gradient on its own: the costs of a closed form are proportional to the layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +184,7 @@ def gpt_build(shape: Shape, layers: Sequence[int], dp: int, micro_batches: int) 
     strategy = Strategy(mesh=meshes[0], batch_axis="dp") if len(meshes) == 1 else Strategy()
     fields = {f"batch.{i}": ((shape.micro * dp, shape.sequence), "i64") for i in range(2)}
     graph = TrainingSpec(model, model.loss, optim.Adam(), {}, strategy).trace("train", fields, {})
-    return build(complete(graph, strategy.mesh), micro_batches=micro_batches)
+    return build(complete(graph, strategy.mesh), micro_batches=micro_batches, passes=SINGLE_REDUCTIONS)
 
 
 def gpt_model(shape: Shape, layers: Sequence[int], meshes: Sequence[dg.ProcessMesh]) -> models.GPT:
