@@ -3,8 +3,9 @@
 *In:* the best program of a search. *Out:* `Decision`s of its parameters and layers, programs that are faster.
 *Invariant:* the decisions are those of the program that is the best in the end.
 
-First the largest parameters, then layers; when another choice is taken, all begins anew from the program
-with it. Programs of many ops are few, so that explaining takes a small part of the search.
+First the largest parameters, then layers, then choices for the whole program; when another choice is taken,
+all begins anew from the program with it. Programs of many ops are few, so that explaining takes a small part
+of the search.
 """
 
 from __future__ import annotations
@@ -93,9 +94,9 @@ class Explainer:
             self.evaluations.best = evaluation_of(best, other_layouts=True)
         while best.solved:
             best = yield from self._of_parameters(best)
-            other = yield from self._of_decisions(best)
+            other = yield from self._of_layers(best)
             if other is None:
-                other = yield from self._of_layers(best)
+                other = yield from self._of_decisions(best)
             if other is None:
                 return
             best = other
