@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from distgraph.engine.search_driver.search_space import (
     pools_of,
 )
 from distgraph.passes.search.intra_op.solution_cache import VARIABLE
+from distgraph.plan.pipeline_schedules import searched_schedules
 from distgraph.plan.plan import Plan
 
 
@@ -38,12 +40,14 @@ def test_as_exhaustive_search_by_forecasts(speed: float, models: set[str]) -> No
     cluster = cluster_of(mixed(speed, 1, 1))
     layout_costs = LayoutCosts(CHAIN.compile_request(), cluster, pools_of(cluster))
     every = [
-        build_candidate(candidate, layout_costs)
+        build_candidate(replace(candidate, schedule=schedule), layout_costs)
         for count in micro_batch_counts(CHAIN.batch)
         for candidate in candidates(layout_costs, count)
+        for schedule in (searched_schedules() if len(candidate.stages) > 1 else ("1f1b",))
     ]
-    # micro-batch counts x (one stage + two, in both orders, four cuts), and one across both: b - 1 ways each
-    assert len(every) == 4 * (2 + 2 * 4) + (7 + 3 + 1)
+    # micro-batch counts x (one stage + two, in both orders, four cuts, under three schedules), and one across
+    # both: b - 1 ways each
+    assert len(every) == 4 * (2 + 2 * 4 * 3) + (7 + 3 + 1)
     best = min(every, key=lambda found: found.seconds)
     plan = CHAIN.search(cluster)
     assert plan.forecast is not None
