@@ -102,7 +102,7 @@ for _d, _shape in SHAPES.items():
     )  # ceil_mode, without the padding in the count
     _add(f"MaxPool{_d}d", lambda d=_d: getattr(nn, f"MaxPool{d}d")(3, 2, 1, ceil_mode=True), _shape)
     _add(f"MaxUnpool{_d}d", lambda d=_d: Unpool(d), (4, 3, 6, 4, 4)[: _d + 2])
-    _add(f"LPPool{_d}d", lambda d=_d: getattr(nn, f"LPPool{d}d")(3, 2), _shape)
+    _add(f"LPPool{_d}d", lambda d=_d: getattr(nn, f"LPPool{d}d")(2, 3), _shape)
     _add(f"BatchNorm{_d}d", lambda d=_d: getattr(nn, f"BatchNorm{d}d")(3), _shape)
     _add(f"InstanceNorm{_d}d", lambda d=_d: getattr(nn, f"InstanceNorm{d}d")(3, affine=True), _shape)
     _add(f"Conv{_d}d", lambda d=_d: getattr(nn, f"Conv{d}d")(3, 4, 3, 2, 1), _shape)
