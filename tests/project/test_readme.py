@@ -32,7 +32,7 @@ def test_the_example_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    example, _ = blocks("python")
+    example, _, _ = blocks("python")
     names: dict[str, Any] = {}
     exec(compile(example, "README.md", "exec"), names)
     history, out = names["history"], capsys.readouterr().out
@@ -47,6 +47,20 @@ def test_the_example_runs(
     x = names["valid"][0]
     np.testing.assert_allclose(other.predict(x), names["engine"].predict(x), rtol=1e-4, atol=1e-5)
     names["engine"].close()
+
+
+@pytest.mark.torch
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
+def test_the_example_of_a_torch_model_runs() -> None:
+    names: dict[str, Any] = {}
+    exec(compile(blocks("python")[2], "README.md", "exec"), names)
+    engine, module, x = names["engine"], names["net"], names["x"]
+    trained = {name: names["torch"].from_numpy(array) for name, array in engine.parameters().items()}
+    assert not np.allclose(trained["0.weight"], module.state_dict()["0.weight"])
+    module.load_state_dict(trained)
+    outputs = module(names["torch"].from_numpy(x)).detach().numpy()
+    np.testing.assert_allclose(engine.predict(x), outputs, rtol=1e-4, atol=1e-5)
+    engine.close()
 
 
 def test_files_that_it_names_are_there() -> None:
