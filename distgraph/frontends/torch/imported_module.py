@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from distgraph.errors import GraphError
+from distgraph.frontends.outputs import Outputs
 from distgraph.frontends.torch.exporting import Exported, export
 from distgraph.frontends.torch.graph_evaluator import evaluate
 from distgraph.frontends.torch.torch_dtypes import as_array, short_dtype
@@ -18,17 +19,6 @@ from distgraph.nn import Buffer, Module, Parameter
 from distgraph.ops import accumulate, stop_gradient
 from distgraph.tracing.tensor import Tensor
 from distgraph.tracing.tracer import Trace
-
-
-class Outputs(dict[str, Any]):
-    """Named outputs of a model, also as attributes: `output["logits"]` and `output.logits`."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        if name not in self:
-            raise GraphError(f"model has no output {name!r} but {', '.join(self)}")
-        return self[name]
 
 
 class ImportedModule(Module):
