@@ -57,12 +57,22 @@ def exists(dotted: str) -> bool:
     for number, name in enumerate(dotted.split(".")[1:]):
         try:
             found = getattr(found, name)
+        except errors.RuntimeFault:  # the framework of a frontend is not installed
+            return set(dotted.split(".")[number + 2 :]) <= _imported_by(
+                ROOT / "frontends" / name / "__init__.py"
+            )
         except AttributeError:
             try:
                 found = import_module(".".join(["distgraph", *dotted.split(".")[1 : number + 2]]))
             except ImportError:
                 return False
     return True
+
+
+def _imported_by(path: Path) -> set[str]:
+    """Names that a module imports from others, read from its source."""
+    imports = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+    return {alias.name for node in imports for alias in node.names}
 
 
 def strangers(text: str) -> list[str]:

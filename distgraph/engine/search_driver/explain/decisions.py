@@ -3,7 +3,8 @@
 *In:* the best program, all that were forecast. *Out:* `Decision`s of a plan. *Invariant:* a runner-up with
 seconds is a program that was built, and they are its forecast.
 
-For the whole program the runner-up is the best one forecast that differs in a choice. For a parameter it is
+For the whole program the runner-up is the best one forecast that differs in one choice alone; an algorithm
+of matrix products may bring its own mesh. For a parameter it is
 the layout that costs least, by the problem, once its neighbours have followed; everything else stays, and
 the program is built and forecast. A runner-up may turn out faster than what it replaces, for
 the problem adds up what overlaps: then it is taken (the search goes on from it). What the runner-up changes
@@ -60,9 +61,8 @@ def decisions(
                 chosen=chosen, note=f"{note}nothing that differs in this alone and fits was forecast{single}"
             )
             continue
-        note += (
-            f"the runner-up is the best program of the search that differs in this alone: {runner_up.origin}"
-        )
+        alone = "this and its mesh" if name == "products" else "this alone"
+        note += f"the runner-up is the best program of the search that differs in {alone}: {runner_up.origin}"
         by_name[name] = Decision(
             chosen=chosen,
             runner_up=runner_up.choices[name],
@@ -73,9 +73,14 @@ def decisions(
 
 
 def _differs_in(name: str, best: Evaluation, other: Evaluation) -> bool:
-    """Whether a program differs from the best in one choice alone; one stage has no schedule."""
+    """Whether a program differs from the best in one choice alone.
+
+    One stage has no schedule, and an algorithm that splits both axes of a mesh needs a mesh of two axes.
+    """
     stages = (best.choices["stages"], other.choices["stages"])
     free = {name} if all("; " in text for text in stages) else {name, "schedule"}
+    if name == "products":
+        free.add("stages")
     same = all(other.choices[key] == text for key, text in best.choices.items() if key not in free)
     return same and other.choices[name] != best.choices[name]
 
