@@ -102,11 +102,16 @@ class SearchConstraints:
         if self.borders is None:
             return
         object.__setattr__(self, "borders", _layers("borders", self.borders, 1))
-        made = len(self.borders) + 1
+        if not self.borders:
+            raise ShardingError(
+                "borders of the search are empty but must be the first layer of each further stage; for one "
+                "stage give stages=1"
+            )
+        made, shown = len(self.borders) + 1, _numbers(self.borders, "borders")
         if self.stages is not None and self.stages != made:
             raise ShardingError(
-                f"borders of the search are {_numbers(self.borders)}, which make {made} stages, but stages "
-                f"is {self.stages}; leave one of them out"
+                f"borders of the search are {shown}, which make {made} stages, but stages is {self.stages}; "
+                "leave one of them out"
             )
 
     def check_mode(self, mode: str, owner: str = "the search") -> None:
@@ -126,7 +131,7 @@ class SearchConstraints:
         """Constraint -> its value, of those that are given."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {
-            name: (_numbers(value) or "none") if isinstance(value, tuple) else value
+            name: (_numbers(value, name) or "none") if isinstance(value, tuple) else value
             for name, value in values.items()
             if value is not None and not (name == "uniform" and not value)
         }
@@ -207,5 +212,6 @@ def _layers(name: str, given: object, least: int) -> tuple[int, ...]:
     return tuple(int(n) for n in numbers)
 
 
-def _numbers(layers: Sequence[int] | bool | None) -> str:
-    return spans(layers) if isinstance(layers, tuple) else str(layers)
+def _numbers(layers: Sequence[int], name: str) -> str:
+    """Numbers as they are given: borders one by one, layers in ranges."""
+    return ",".join(map(str, layers)) if name == "borders" else spans(layers)

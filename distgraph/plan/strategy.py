@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from numbers import Real
 
 from distgraph.errors import ShardingError
 from distgraph.ir.dtypes import is_integer
@@ -186,9 +187,16 @@ class Strategy:
     def _check_constraints(self) -> None:
         """Constraints make sense, and have a mode that keeps to them."""
         self.constraints.check_mode(self.mode, "Strategy")
-        seconds = self.seconds
-        if seconds is not None and (isinstance(seconds, bool) or not seconds >= 0):
+        seconds: object = self.seconds
+        if seconds is not None and (
+            isinstance(seconds, bool) or not isinstance(seconds, Real) or not float(seconds) >= 0
+        ):
             raise ShardingError(f"seconds of Strategy is {seconds!r} but must be a number from 0 up")
+        runtime: object = self.runtime
+        if runtime is not None and not isinstance(runtime, str):
+            raise ShardingError(
+                f'runtime of Strategy is {runtime!r} but must be the name of one, such as "megatron"'
+            )
         for name in ("seconds", "runtime") if self.mode not in SEARCHED else ():
             if (value := getattr(self, name)) is not None:
                 raise ShardingError(

@@ -163,6 +163,8 @@ def test_annotated_programs_keep_constraints() -> None:
             {"recompute": (1, 1)},
             r"recompute of the search is \(1, 1\) but must ascend, without a number twice",
         ),
+        ({"borders": ()}, "borders of the search are empty but must be .* for one stage give stages=1"),
+        ({"borders": (1, 2), "stages": 2}, "borders of the search are 1,2, which make 3 stages"),
         ({"borders": (2,), "stages": 3}, "borders of the search are 2, which make 2 stages, but stages is 3"),
     ],
 )
@@ -192,6 +194,22 @@ def test_values_that_no_plan_has(given: dict[str, Any], message: str) -> None:
 def test_what_the_program_or_the_cluster_does_not_have(given: dict[str, Any], message: str) -> None:
     options = SearchOptions(seconds=SECONDS, constraints=SearchConstraints(**given))
     with pytest.raises(ShardingError, match=message):
+        search(CHAIN.compile_request(), two_by_two(), options)
+
+
+@pytest.mark.parametrize("given", [{"seconds": "5"}, {"seconds": -1}, {"seconds": math.nan}, {"runtime": 3}])
+def test_settings_of_a_search_have_their_types(given: dict[str, Any]) -> None:
+    (name,) = given
+    with pytest.raises(ShardingError, match=f"{name} of Strategy is .* but must be"):
+        Strategy(mode="auto", **given)
+
+
+def test_a_search_without_time_says_that_it_had_none() -> None:
+    """And blames no constraint that a plan could keep."""
+    options = SearchOptions(seconds=0, processes=1, constraints=SearchConstraints(stages=3))
+    with pytest.raises(
+        InfeasibleError, match=r"was found in 0 s; give the search more seconds, or leave a c"
+    ):
         search(CHAIN.compile_request(), two_by_two(), options)
 
 

@@ -84,6 +84,8 @@ def infeasible_message(state: SearchState) -> str:
     if state.expired():
         head = f"search: no plan that fits cluster {cluster.name}{kept} was found in {state.seconds:g} s"
     unfit = [evaluation for evaluation in state.evaluations.all if not evaluation.fits]
+    if not unfit and state.expired():
+        return f"{head}; give the search more seconds" + (", or leave a constraint out" if given else "")
     if not unfit and given:
         broken = state.evaluations.left_out
         found = "; ".join(f"{origin} does not keep {constraint}" for origin, constraint in broken.items())

@@ -68,11 +68,16 @@ def export(
     kwargs: Mapping[str, Any],
     dynamic_shapes: Any,
     dynamic_batch: bool,
+    changed: Sequence[str] = (),
 ) -> Exported:
     """Export a module in its present mode (training or evaluation).
 
+    Args:
+        module, args, kwargs, dynamic_shapes, dynamic_batch: as of `import_module`.
+        changed: paths of buffers that the module changes in its other mode.
+
     Raises:
-        GraphError: torch cannot export the module, or ops have no rule.
+        GraphError: torch cannot export the module, it changes an input or a parameter, or ops have no rule.
     """
     if dynamic_shapes is None and dynamic_batch:
         args, kwargs = pytree.tree_map(_at_least_two, (args, dict(kwargs)))
@@ -87,6 +92,7 @@ def export(
         with warnings.catch_warnings():  # of torch, about itself
             warnings.simplefilter("ignore")
             exported = torch.export.export(module, args, dict(kwargs), dynamic_shapes=dynamic_shapes)
+            _detach_outside_gradients(exported.graph)
             exported = exported.run_decompositions(_decompositions())
     except _FAILURES as error:
         raise _refused(module, error) from error
@@ -96,16 +102,38 @@ def export(
         if op_name(node) in IGNORED and not node.users:  # it would keep alive what it checks
             exported.graph.erase_node(node)
     fuse_patterns(exported.graph)
-    signature = exported.graph_signature
-    inputs = dict(_inputs(exported, input_names(module, args, kwargs)))
+    mutated = _changed_buffers(exported, type(module).__name__)
+    inputs = dict(_inputs(exported, input_names(module, args, kwargs), {*mutated, *changed}))
     placeholders = [node for node in exported.graph.nodes if node.op == "placeholder"]
     shapes_of = {inputs[n.name].name: n.meta["val"] for n in placeholders if inputs[n.name].kind == "input"}
-    changed = {OutputKind.BUFFER_MUTATION}
-    mutated = tuple(str(s.target) for s in signature.output_specs if s.kind in changed)
     kind, names = output_names(exported.call_spec.out_spec)
     result = Exported(exported.graph_module, inputs, shapes_of, mutated, names, kind)
     check_rules(result, type(module).__name__)
     return result
+
+
+def _detach_outside_gradients(graph: torch.fx.Graph) -> None:
+    """Mark what is computed under `torch.no_grad()`, which decompositions forget: its gradient is zero."""
+    for node in list(graph.nodes):
+        if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled and node.args[0] is False:
+            for result in list(node.users):
+                with graph.inserting_after(result):
+                    detached = graph.call_function(torch.ops.aten.detach.default, (result,))
+                detached.meta = dict(result.meta)
+                result.replace_all_uses_with(detached, lambda user, own=detached: user is not own)
+
+
+def _changed_buffers(exported: Any, model: str) -> tuple[str, ...]:
+    """Paths of the buffers that a step changes. Raises GraphError where it changes anything else."""
+    names = {OutputKind.USER_INPUT_MUTATION: "input", OutputKind.PARAMETER_MUTATION: "parameter"}
+    specs = exported.graph_signature.output_specs
+    for spec in specs:
+        if spec.kind in names:
+            raise GraphError(
+                f"{model} changes its {names[spec.kind]} {spec.target} in place, which a program cannot do; "
+                "compute a new tensor from it"
+            )
+    return tuple(str(s.target) for s in specs if s.kind is OutputKind.BUFFER_MUTATION)
 
 
 def _at_least_two(leaf: Any) -> Any:
@@ -180,12 +208,9 @@ def _paths(spec: Any) -> Iterator[tuple[str, ...]]:
             yield (key, *path)
 
 
-def _inputs(exported: Any, names: Sequence[str]) -> Iterator[tuple[str, Input]]:
-    """(name of the placeholder, what it is)."""
+def _inputs(exported: Any, names: Sequence[str], changed: set[str]) -> Iterator[tuple[str, Input]]:
+    """(name of the placeholder, what it is); buffers that are `changed` are no constants."""
     remaining = iter(names)
-    changed = {
-        str(s.target) for s in exported.graph_signature.output_specs if s.kind is OutputKind.BUFFER_MUTATION
-    }
     for spec in exported.graph_signature.input_specs:
         name, path = spec.arg.name, str(spec.target)
         if spec.kind is InputKind.USER_INPUT:

@@ -128,7 +128,7 @@ def import_module(
     if any(modes.values()):
         module.eval()
         try:
-            evaluation = export(module, args, kwargs, dynamic_shapes, dynamic_batch)
+            evaluation = export(module, args, kwargs, dynamic_shapes, dynamic_batch, training.mutated)
         finally:
             for part, was in modes.items():
                 part.training = was
@@ -136,6 +136,10 @@ def import_module(
 
 
 def _arguments(inputs: Any, further: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if further is not None and not isinstance(further, Mapping):
+        raise GraphError(
+            f"example_kwargs is a {type(further).__name__} but must be a dict; give several inputs as a tuple"
+        )
     kwargs = dict(further or {})
     if isinstance(inputs, torch.Tensor):
         return (inputs,), kwargs
@@ -227,6 +231,8 @@ def _returned(exported: Exported, results: list[Any], trace: Trace) -> Any:
         for name, x in zip(exported.outputs, results, strict=True)
         if x is not None and not isinstance(x, (bool, int, float, str))
     }
+    if not named:
+        raise GraphError("imported model returns no tensor; return what the loss needs")
     if exported.kind == "tensor":
         return next(iter(named.values()))
     return tuple(named.values()) if exported.kind == "tuple" else Outputs(named)

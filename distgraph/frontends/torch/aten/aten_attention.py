@@ -50,6 +50,8 @@ def _attention(
         scores = ops.where(attn_mask, scores, lowest) if attn_mask.dtype == "bool" else scores + attn_mask
         scores = ops.reshape(scores, (*q.shape[:2], *scores.shape[-2:]))
     weights = ops.softmax(scores)
+    if mask == "other" and attn_mask.dtype == "bool":  # a query that sees nothing gets zeros
+        weights = ops.reshape(ops.where(attn_mask, _restored(weights, lead), 0), weights.shape)
     weights = ops.dropout(weights, dropout_p) if dropout_p else weights
     return _restored(ops.einsum("bhst,bhte->bhse", weights, v), lead)
 

@@ -23,6 +23,8 @@ def _not_negative(ids: Any, length: int) -> Any:
 
 @aten("embedding.default")
 def _embedding(weight: Any, ids: Any, padding_idx: int = -1, *options: Any) -> Any:
+    if len(options) > 0 and options[0]:
+        raise GraphError("embedding has scale_grad_by_freq=True, which has no rule; leave it out")
     if padding_idx < 0:
         return ops.embedding(weight, ids)
     rows = ops.embedding(weight, ids)  # the padding row is looked up but learns nothing
@@ -100,17 +102,17 @@ def _one_hot(ids: Any, classes: int = -1) -> Any:
 
 @aten("scatter.src", "scatter.value")
 def _scatter(x: Any, dim: int, ids: Any, src: Any) -> Any:
-    """Elements of `x` along a dim replaced by those of `src`; positions must not repeat."""
+    """Elements of `x` along a dim replaced by those of `src`; positions of a tensor must not repeat."""
     at = dim % x.ndim
     if tuple(n for d, n in enumerate(ids.shape) if d != at) != tuple(
         n for d, n in enumerate(x.shape) if d != at
     ):
         raise GraphError(f"scatter into {x.shape} at positions {ids.shape}: only dim {at} may differ")
-    if isinstance(src, (int, float, bool)):
-        src = ops.full(ids.shape, src, x.dtype)
     size = x.shape[at]
     ones = ops.full(ids.shape, 1, "f32")
     hit = ops.greater(emit_one("put_along", ones, ids, dim=at, size=size), 0)
+    if isinstance(src, (int, float, bool)):
+        return ops.where(hit, src, x)
     return ops.where(hit, emit_one("put_along", ops.cast(src, x.dtype), ids, dim=at, size=size), x)
 
 

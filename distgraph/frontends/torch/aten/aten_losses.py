@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from distgraph import ops
+from distgraph.frontends.torch.aten.aten_pointwise import softplus
 from distgraph.frontends.torch.rule_registry import aten
 from distgraph.ir.dtypes import is_float
 
@@ -103,7 +104,7 @@ def _bce_with_logits(
     x: Any, target: Any, weight: Any = None, pos_weight: Any = None, reduction: int = 1
 ) -> Any:
     positive = 1 if pos_weight is None else (pos_weight - 1) * target + 1
-    tail = ops.log1p(ops.exp(-ops.absolute(x))) + ops.maximum(-x, 0)
+    tail = softplus(-x)
     loss = (1 - target) * x + positive * tail
     return _reduced(loss if weight is None else loss * weight, reduction)
 

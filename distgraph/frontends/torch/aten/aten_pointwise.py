@@ -11,6 +11,28 @@ from distgraph.frontends.torch.rule_registry import aten
 from distgraph.frontends.torch.torch_dtypes import short_dtype
 from distgraph.ir.dtypes import is_float
 
+
+def _asinh(x: Any) -> Any:
+    """With s = |x|, log(1 + s + s^2 / (1 + sqrt(1 + s^2))), and the sign of x; its derivative at 0 is 1."""
+    side = ops.where(ops.less(x, 0), ops.full(x.shape, -1, x.dtype), ops.full(x.shape, 1, x.dtype))
+    size = x * side
+    return side * ops.log1p(size + ops.square(size) / (ops.sqrt(ops.square(size) + 1) + 1))
+
+
+def _fmod(x: Any, y: Any) -> Any:
+    """The remainder with the sign of x, exact also where x / y rounds to a whole number."""
+    exact = ops.sign(x) * ops.remainder(ops.absolute(x), ops.absolute(y))
+    if not is_float(exact.dtype):
+        return exact
+    quotient = ops.stop_gradient(ops.trunc(x / y))
+    return ops.stop_gradient(exact) + _change(x) - quotient * _change(y)
+
+
+def _change(x: Any) -> Any:
+    """Zero, with the gradient of x."""
+    return x - ops.stop_gradient(x) if hasattr(x, "dtype") else 0
+
+
 _UNARY: dict[str, Callable[..., Any]] = {
     "abs": ops.absolute, "acos": ops.arccos, "asin": ops.arcsin, "atan": ops.arctan, "ceil": ops.ceil,
     "cos": ops.cos, "cosh": ops.cosh, "erf": ops.erf, "exp": ops.exp, "expm1": ops.expm1, "floor": ops.floor,
@@ -19,7 +41,7 @@ _UNARY: dict[str, Callable[..., Any]] = {
     "sign": ops.sign, "sgn": ops.sign, "silu": ops.silu, "sin": ops.sin, "sinh": ops.sinh, "sqrt": ops.sqrt,
     "square": ops.square, "tan": ops.tan, "tanh": ops.tanh, "trunc": ops.trunc,
     "acosh": lambda x: ops.log(x + ops.sqrt(ops.square(x) - 1)),
-    "asinh": lambda x: ops.sign(x) * ops.log(ops.absolute(x) + ops.sqrt(ops.square(x) + 1)),
+    "asinh": _asinh,
     "atanh": lambda x: (ops.log1p(x) - ops.log1p(-x)) * 0.5,
     "erfc": lambda x: 1 - ops.erf(x),
     "exp2": lambda x: ops.exp(x * math.log(2)),
@@ -27,11 +49,11 @@ _UNARY: dict[str, Callable[..., Any]] = {
     "deg2rad": lambda x: x * (math.pi / 180),
     "rad2deg": lambda x: x * (180 / math.pi),
     "relu": lambda x: ops.relu(x) if is_float(x.dtype) else ops.maximum(x, 0),
-    "relu6": lambda x: ops.clip(x, 0, 6),
+    "relu6": lambda x: ops.minimum(ops.relu(x), 6),
     "hardsigmoid": lambda x: ops.clip(x + 3, 0, 6) * (1 / 6),
     "hardswish": lambda x: x * ops.clip(x + 3, 0, 6) * (1 / 6),
-    "log_sigmoid": lambda x: -_softplus(-x),
-    "mish": lambda x: x * ops.tanh(_softplus(x)),
+    "log_sigmoid": lambda x: -softplus(-x),
+    "mish": lambda x: x * ops.tanh(softplus(x)),
 }  # fmt: skip
 """Name of an op of one operand -> function."""
 
@@ -46,8 +68,8 @@ _BINARY: dict[str, Callable[..., Any]] = {
     "bitwise_and": ops.bitwise_and, "bitwise_or": ops.bitwise_or, "bitwise_xor": ops.bitwise_xor,
     "bitwise_left_shift": ops.left_shift, "bitwise_right_shift": ops.right_shift,
     "fmax": ops.maximum, "fmin": ops.minimum,
-    "fmod": lambda x, y: x - ops.trunc(x / y) * y,
-    "logaddexp": lambda x, y: ops.maximum(x, y) + ops.log1p(ops.exp(-ops.absolute(x - y))),
+    "fmod": _fmod,
+    "logaddexp": lambda x, y: y + softplus(x - y),
     "xlogy": lambda x, y: ops.where(ops.equal(x, 0), 0, x * ops.log(ops.where(ops.equal(x, 0), 1, y))),
 }  # fmt: skip
 
@@ -167,19 +189,21 @@ def _gelu(x: Any, approximate: str = "none") -> Any:
     return ops.gelu(x, approximate=approximate == "tanh")
 
 
-def _softplus(x: Any) -> Any:
-    return ops.maximum(x, 0) + ops.log1p(ops.exp(-ops.absolute(x)))
+def softplus(x: Any) -> Any:
+    """log(1 + exp(x)), whose derivative at 0 is 1/2, as that of (x + |x|) / 2."""
+    size = ops.absolute(x)
+    return (x + size) * 0.5 + ops.log1p(ops.exp(-size))
 
 
 @aten("softplus.default", operands="result")
 def _scaled_softplus(x: Any, beta: float = 1, threshold: float = 20) -> Any:
     scaled = x * beta
-    return ops.where(ops.greater(scaled, threshold), x, _softplus(scaled) * (1 / beta))
+    return ops.where(ops.greater(scaled, threshold), x, softplus(scaled) * (1 / beta))
 
 
 @aten("log_sigmoid_forward.default", operands="")
 def _log_sigmoid(x: Any) -> Any:
-    return -_softplus(-x), None
+    return -softplus(-x), None
 
 
 @aten("elu.default", operands="result")

@@ -157,9 +157,17 @@ def _argsort(x: Any, dim: int = -1, descending: bool = False, stable: Any = None
     return ops.argsort(-x if descending else x, dim)
 
 
-@aten("softmax.int", "_softmax.default", "_safe_softmax.default")
+@aten("softmax.int", "_softmax.default")
 def _softmax(x: Any, dim: int, dtype: Any = None) -> Any:
     return _along_last(ops.softmax, x, dim, dtype)
+
+
+@aten("_safe_softmax.default")
+def _safe_softmax(x: Any, dim: int, dtype: Any = None) -> Any:
+    """Zeros along a dim that is minus infinity everywhere."""
+    hidden = ops.equal(x, -math.inf)
+    lowest = -1e30 if x.dtype != "f16" else -6e4
+    return ops.where(hidden, 0, _softmax(ops.where(hidden, lowest, x), dim, dtype))
 
 
 @aten("log_softmax.int", "_log_softmax.default")
