@@ -131,7 +131,10 @@ class _Order:
             self.missing.difference_update(value.name for value in op.results)
 
     def add_postponed(self) -> None:
-        """Append the postponed ops whose operands are there by now."""
-        postponed, self.postponed = self.postponed, []
-        for op in postponed:
-            self.add(op)
+        """Append the postponed ops whose operands are there by now, until none of the others has all."""
+        left = len(self.postponed) + 1
+        while len(self.postponed) < left:
+            left = len(self.postponed)
+            postponed, self.postponed = self.postponed, []
+            for op in postponed:
+                self.add(op)

@@ -116,6 +116,22 @@ def test_reductions_that_depend_on_each_other_stay_apart() -> None:
     assert [[value.name for value in op.results] for op in numbers(fused)] == [["a", "e"], ["c", "d"]]
 
 
+def test_what_reads_a_message_that_is_late_itself_follows_it() -> None:
+    """The second message waits for the last member of the first, and an op before both reads the second."""
+    lines = CHAIN.splitlines(keepends=True)
+    (last,) = [line for line in lines if line.startswith("  %e ")]
+    reader = "  %q : f64[] [] = negative(%c) <> forward\n"
+    lines.remove(last)
+    lines.insert(lines.index(next(line for line in lines if line.startswith("  %c "))) + 1, reader)
+    lines.insert(lines.index(next(line for line in lines if line.startswith("  %d "))) + 1, last)
+    chain = parse_graph("".join(lines))
+    verify(chain, "lowered")
+    fused = fuse_reductions(chain)
+    verify(fused, "lowered")
+    assert [[value.name for value in op.results] for op in numbers(fused)] == [["a", "e"], ["c", "d"]]
+    assert fused.ops[-1].name == "q"
+
+
 def test_the_verifier_refuses_what_no_message_carries() -> None:
     text = print_graph(fuse_reductions(parse_graph(CHAIN)))
     (line,) = [line for line in text.splitlines() if "comm.all_reduce(%t, %n)" in line]
