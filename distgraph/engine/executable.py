@@ -15,7 +15,7 @@ from distgraph.errors import RuntimeFault
 from distgraph.ir.dtypes import short, to_numpy
 from distgraph.resources import RankMapping
 from distgraph.runtime.execute.device import Device, Inlet
-from distgraph.runtime.execute.finite_check import Guard, checked_values, same_everywhere
+from distgraph.runtime.execute.finite_check import Guard, checked_values, needs_no_message
 from distgraph.runtime.execute.recorder import Recorder
 from distgraph.runtime.execute.worker import Worker
 from distgraph.runtime.program.build import Build
@@ -148,7 +148,7 @@ class Compiled:
         if self._checked is None:
             self._checked = checked_values(self.build.parts)
         values, ranks = self._checked, self.build.ranks
-        alone = same_everywhere(self.build.parts, values, ranks)
+        alone = needs_no_message(self.build.parts, values, ranks)
         policy = self.request.training_spec.strategy.nonfinite
         return Guard(values, ranks, None if alone else control, policy != "warn")
 

@@ -41,6 +41,15 @@ class Module:
 
     _path: str | None = None
 
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        """Raises GraphError where a class defines `__call__`, not `forward`."""
+        super().__init_subclass__(**arguments)
+        if "__call__" in cls.__dict__:
+            raise GraphError(
+                f"{cls.__name__} defines __call__, which would leave its parameters without their paths; "
+                f"define forward instead, which a call of the module runs"
+            )
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module computes."""
         raise GraphError(f"{type(self).__name__} does not define forward")

@@ -1,9 +1,10 @@
 """The finite check: whether the loss and all gradients of a training step are finite, before its update.
 
 It runs on every rank after all tasks but the optimize tasks, so parameters and states are not yet changed.
-Each rank reads its blocks of the gradients once: the sum of squares is finite if all elements are, unless it
-overflows, in which case every element is tested. Then the ranks agree on one verdict, unless all of them hold
-the same gradients anyway.
+Of a block that several ranks hold, each of them reads an equal part, so that data parallel training reads a
+gradient once and not once a rank. The sum of squares is finite if all elements are, unless it overflows, in
+which case every element is tested. Then the ranks agree on one verdict, unless all of them hold the same
+gradients and these are so small that a message takes longer than reading them.
 
 Invariant: every rank of a program has the same verdict in the same step.
 """
@@ -20,12 +21,16 @@ import numpy as np
 from distgraph.ir.collective_registry import is_collective
 from distgraph.ir.dtypes import is_float
 from distgraph.ir.graph import SOURCES
+from distgraph.ir.sharding_spec import DistAttr
 from distgraph.passes.partition import RankProgram
 from distgraph.passes.split_tasks import Parts
 from distgraph.runtime.program.compiled_task import Arena
 from distgraph.runtime.program.storage import Storage
 from distgraph.runtime.schedule.task import UPDATES
 from distgraph.runtime.transport.transport import Transport
+
+_READ_ALONE = 1 << 20
+"""Bytes that a rank reads sooner than a message of a few bytes arrives from another machine (some 50 us)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +40,8 @@ class Guard:
     Attributes:
         values: value name -> its description, such as "gradient of fc1.weight"; see `checked_values`.
         ranks: all ranks of the program.
-        control: transport for host arrays over which the ranks agree; None where each of them has the same
-            verdict by itself.
+        control: transport for host arrays over which the ranks agree; None where each of them reads all of
+            the same values, and so has the same verdict by itself.
         blocks: whether the update is omitted when the check fails.
     """
 
@@ -81,13 +86,15 @@ def checked_values(parts: Parts) -> dict[str, str]:
     return labels
 
 
-def same_everywhere(parts: Parts, values: Mapping[str, str], ranks: Sequence[int]) -> bool:
-    """Whether every rank holds a full copy of every value, so that all ranks have the same numbers."""
+def needs_no_message(parts: Parts, values: Mapping[str, str], ranks: Sequence[int]) -> bool:
+    """Whether every rank holds a full copy of every value, and reads all sooner than a message arrives."""
     everyone = frozenset(ranks)
     attrs = [parts.graph.attrs[name] for name in values]
-    return all(
+    same = all(
         attr.mesh.rank_set == everyone and not any(attr.spec.dims) and not attr.spec.partial for attr in attrs
     )
+    size = sum(parts.graph.values[name].nbytes for name in values)
+    return same and (len(everyone) == 1 or size <= _READ_ALONE)
 
 
 class FiniteCheck:
@@ -108,27 +115,31 @@ class FiniteCheck:
         self.guard, self._xp = guard, xp
         self.passed = True
         self.nonfinite: dict[str, tuple[int, int]] = {}
-        self._blocks: list[tuple[str, Any, Any]] = []  # description, array, vector for the sum of squares
+        self._blocks: list[tuple[str, Any]] = []  # description, block of this rank
+        self._parts: list[tuple[Any, bool]] = []  # what this rank reads, whether as a sum of squares
         for name, label in guard.values.items():
             if name in program.types and name in storage.slots:
-                root = storage.slots[name].root
-                self._blocks.append((label, arena.fixed[root], _squarable(arena.fixed[root])))
+                block = arena.fixed[storage.slots[name].root]
+                self._blocks.append((label, block))
+                flat = _squarable(block)
+                whole = block.size == math.prod(program.types[name][0])  # no other values beside it
+                if flat is not None and whole and guard.control is not None:
+                    number, copies = _share(program.graph.attrs[name], program.rank)
+                    flat = flat[flat.size * number // copies : flat.size * (number + 1) // copies]
+                self._parts.append((block, False) if flat is None else (flat, True))
 
     def local_verdict(self) -> Any:
-        """Whether the local blocks seem finite, as a number on the device that the host does not wait for.
+        """Whether what this rank reads seems finite, as a number on the device; no host waits for it.
 
         Collectives that write these blocks must have been waited for.
         """
         if self._xp is np:
-            return all(_is_finite(np, block, flat) for _, block, flat in self._blocks)
+            return all(_is_finite(np, part, squarable) for part, squarable in self._parts)
         verdict = self._xp.ones((), bool)
-        for _, block, flat in self._blocks:
-            sound = (
-                self._xp.isfinite(block).all()
-                if flat is None
-                else self._xp.isfinite(self._xp.dot(flat, flat))
+        for part, squarable in self._parts:
+            verdict &= (
+                self._xp.isfinite(self._xp.dot(part, part)) if squarable else self._xp.isfinite(part).all()
             )
-            verdict &= sound
         return verdict
 
     def agree(self, finite: bool) -> bool:
@@ -138,10 +149,10 @@ class FiniteCheck:
             finite: the result of `local_verdict`.
         """
         if not finite and self._xp is not np:  # a sum of squares may overflow
-            finite = all(bool(self._xp.isfinite(block).all()) for _, block, _ in self._blocks)
+            finite = all(bool(self._xp.isfinite(part).all()) for part, _ in self._parts)
         self.passed, self.nonfinite = self._verdict_of_all(finite), {}
         if not self.passed:
-            for label, block, _ in self._blocks:
+            for label, block in self._blocks:
                 count = int(self._xp.count_nonzero(~self._xp.isfinite(block)))
                 if count:
                     self.nonfinite[label] = (count, int(block.size))
@@ -165,7 +176,8 @@ def all_finite(xp: Any, block: Any) -> bool:
         >>> all_finite(np, np.full(4, 1e38, "f4"))  # the sum of squares overflows
         True
     """
-    return _is_finite(xp, block, _squarable(block))
+    flat = _squarable(block)
+    return _is_finite(xp, block, False) if flat is None else _is_finite(xp, flat, True)
 
 
 def _squarable(block: Any) -> Any:
@@ -174,8 +186,14 @@ def _squarable(block: Any) -> Any:
     return block.reshape(-1) if fits else None
 
 
-def _is_finite(xp: Any, block: Any, flat: Any) -> bool:
+def _share(attr: DistAttr, rank: int) -> tuple[int, int]:
+    """Number of this rank among those that hold the same block of a value, and how many these are."""
+    copied = [axis for axis in attr.mesh.axes if axis not in attr.spec.axes]
+    return attr.mesh.index(rank, copied), attr.mesh.count(copied)
+
+
+def _is_finite(xp: Any, part: Any, squarable: bool) -> bool:
     with np.errstate(over="ignore", invalid="ignore"):  # overflow is expected and handled
-        if flat is not None and math.isfinite(xp.dot(flat, flat)):
+        if squarable and math.isfinite(xp.dot(part, part)):
             return True
-    return bool(xp.isfinite(block).all())
+    return bool(xp.isfinite(part).all())

@@ -290,3 +290,31 @@ def test_where_ranks_hold_the_same_gradients_they_need_not_agree(layout: str) ->
     (compiled,) = trained._session.programs.values()
     controls = {worker.check.guard.control for worker in compiled.workers.values() if worker.check}
     assert (controls == {None}) == (layout in ("serial", "dp3"))
+
+
+def test_ranks_with_the_same_gradients_read_disjoint_parts_that_cover_them() -> None:
+    mesh = dg.ProcessMesh.grid(dp=2)
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            self.fc = nn.Linear(601, 501)  # more than 1 MiB: the ranks share the reading
+
+        def forward(self, x: dg.Tensor, t: dg.Tensor) -> dg.Tensor:
+            return ops.mean((self.fc(dg.shard_tensor(x, mesh, ["dp", None])) - t) ** 2)
+
+    trained = dg.Engine(Wide(), optimizer=optim.SGD(lr=0.01), strategy=dg.Strategy(mesh=mesh))
+    rng = np.random.default_rng(0)
+    trained.run((rng.random((4, 601), "f4"), rng.random((4, 501), "f4")))
+    (program,) = trained._session.programs.values()
+    checks = [program.workers[rank].check for rank in range(2)]
+    assert all(check is not None and check.guard.control is not None for check in checks)
+    readers = {}
+    for position in (0, 150_000, 150_550, 301_100):
+        for check in checks:
+            (block,) = (block for label, block in check._blocks if label == "gradient of fc.weight")
+            block.reshape(-1)[position] = np.nan
+        readers[position] = [rank for rank, check in enumerate(checks) if not check.local_verdict()]
+        for check in checks:
+            for _, block in check._blocks:
+                block.reshape(-1)[...] = 0
+    assert readers == {0: [0], 150_000: [0], 150_550: [1], 301_100: [1]}

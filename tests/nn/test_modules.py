@@ -148,6 +148,11 @@ def test_malformed_initial_values_are_refused(init: Any) -> None:
         nn.Parameter((3,), init=init)
 
 
+def test_a_module_that_defines_call_instead_of_forward_is_refused() -> None:
+    with pytest.raises(GraphError, match=r"^Called defines __call__, .* define forward instead"):
+        type("Called", (nn.Module,), {"__call__": lambda self, x: x})
+
+
 def test_a_parameter_outside_of_a_module_is_refused() -> None:
     trace = Trace()
     with trace.activate(), pytest.raises(GraphError, match="used outside of a module"):
