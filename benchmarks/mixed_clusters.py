@@ -66,6 +66,7 @@ from typing import Any
 
 import yaml
 
+from benchmarks.support.all_uniform_pipelines import uniform_pipelines
 from distgraph import nn, optim
 from distgraph.engine.compile.compile_request import CompileRequest
 from distgraph.engine.compile.training_spec import TrainingSpec
@@ -75,7 +76,6 @@ from distgraph.engine.search_driver.restrictions import Restriction
 from distgraph.engine.search_driver.run_search import plan_of_search, run_search
 from distgraph.engine.search_driver.search_space import micro_batch_counts, pools_of
 from distgraph.engine.search_driver.search_state import SearchState
-from distgraph.engine.search_driver.uniform_pipelines import uniform_pipelines
 from distgraph.errors import InfeasibleError
 from distgraph.models import GPT, GPT_PRESETS
 from distgraph.plan.components import Stage

@@ -110,6 +110,7 @@ from rich.console import Console
 from rich.table import Table
 
 import distgraph as dg
+from benchmarks.support.all_uniform_pipelines import uniform_pipelines
 from distgraph import nn, ops, optim
 from distgraph.engine.commands.plan_search import SearchOptions, search
 from distgraph.engine.compile.compile_request import CompileRequest
@@ -118,7 +119,6 @@ from distgraph.engine.search_driver.candidate import build_candidate, plan_of
 from distgraph.engine.search_driver.layout_costs import LayoutCosts
 from distgraph.engine.search_driver.restrictions import Restriction
 from distgraph.engine.search_driver.search_space import pools_of
-from distgraph.engine.search_driver.uniform_pipelines import uniform_pipelines
 from distgraph.models import GPT, GPTConfig
 from distgraph.plan.plan import Plan
 from distgraph.resources import Cluster, load_cluster

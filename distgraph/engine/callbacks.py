@@ -371,21 +371,16 @@ class TensorBoard(Callback):
 
 
 class ProgressBar(Callback):
-    """A bar on rank 0, where standard error is a terminal; quiet elsewhere.
+    """A bar on rank 0, where standard error is a terminal; quiet elsewhere."""
 
-    Args:
-        console: where to draw; standard error by default.
-    """
-
-    def __init__(self, console: Console | None = None) -> None:
-        self.console = console
+    def __init__(self) -> None:
         self._progress: Progress | None = None
         self._task: Any = None
         self._last_epoch = 0
 
     def on_train_begin(self, engine: Engine, last_epoch: int) -> None:
         """See `Callback`."""
-        console = self.console or Console(stderr=True)
+        console = Console(stderr=True)
         self._last_epoch = last_epoch
         if engine.is_chief and console.is_terminal:
             columns = (

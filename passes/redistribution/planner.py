@@ -83,8 +83,6 @@ def redistribute(
     source: ShardSpec,
     target: ShardSpec,
     price: Price = wire_price,
-    *,
-    exhaustive: bool = False,
 ) -> tuple[Step, ...]:
     """The cheapest steps from `source` to `target`; among equals those of least memory, then the fewest.
 
@@ -96,9 +94,6 @@ def redistribute(
         target: layout wanted.
         price: (kind, bytes one rank sends, group size, mesh, axes) -> cost of a collective, never negative,
             in any one unit. Not asked for slice and mask, which are free.
-        exhaustive: also walk through layouts that lead away from the target, and split over axes that neither
-            spec names, so that replicas share the work (slice, reduce_scatter, all_gather for the all_reduce
-            that each would do): now and then fewer bytes, in more steps and a longer search.
 
     Returns:
         Steps whose specs chain from `source` to `target`; none when both put the same data on every rank.
@@ -114,7 +109,7 @@ def redistribute(
         >>> [str(s) for s in redistribute((8, 8), 4, mesh, spec("[x, _]"), spec("[_, x]"))]
         ['all_to_all(x) dim 0->1: [x, _] -> [_, x]']
     """
-    return _plan(tuple(shape), itemsize, mesh, source, target, price, exhaustive)[1]
+    return _plan(tuple(shape), itemsize, mesh, source, target, price)[1]
 
 
 def redistribute_cost(
@@ -168,7 +163,7 @@ def priced(
 ) -> Priced:
     """Price of `redistribute`, cached, with the number of steps examined. Raises what that raises."""
     if price not in BYTE_PRICES:
-        cost, _, examined = _plan(shape, itemsize, mesh, source, target, price, False)
+        cost, _, examined = _plan(shape, itemsize, mesh, source, target, price)
         return Priced(cost, (shape, mesh, source, target), examined)
     source.check(shape, mesh, "source of a redistribution")
     target.check(shape, mesh, "target of a redistribution")
@@ -187,7 +182,7 @@ def _cost_of_class(
     price: Price,
 ) -> tuple[float, int]:
     """As `_plan`, without its steps: the search goes first where a lower bound is least (A*)."""
-    start, goal, space = _space(shape, mesh, source, target, False)
+    start, goal, space = _space(shape, mesh, source, target)
     if start == goal:
         return 0.0, 0
     end = DistAttr(mesh, goal)
@@ -195,7 +190,7 @@ def _cost_of_class(
     def left(spec: ShardSpec) -> float:
         return price_bound(price, itemsize * received(shape, DistAttr(mesh, spec), end))
 
-    cost, _, examined = _search(space, start, itemsize, price, left)
+    cost, _, examined = cheapest_path(space, start, itemsize, price, left)
     return cost, examined
 
 
@@ -207,35 +202,34 @@ def _plan(
     source: ShardSpec,
     target: ShardSpec,
     price: Price,
-    exhaustive: bool,
 ) -> tuple[float, tuple[Step, ...], int]:
     """Price and steps of the cheapest sequence, and the number of steps examined."""
     source.check(shape, mesh, "source of a redistribution")
     target.check(shape, mesh, "target of a redistribution")
-    start, goal, space = _space(shape, mesh, source, target, exhaustive)
+    start, goal, space = _space(shape, mesh, source, target)
     if start == goal:
         return 0.0, (), 0
-    cost, steps, examined = _search(space, start, itemsize, price)
+    cost, steps, examined = cheapest_path(space, start, itemsize, price)
     # the ends carry the specs that were asked for: the same layout, with axes of size 1 named as there
     steps = (replace(steps[0], source=source), *steps[1:])
     return cost, (*steps[:-1], replace(steps[-1], target=target)), examined
 
 
 def _space(
-    shape: tuple[int, ...], mesh: ProcessMesh, source: ShardSpec, target: ShardSpec, exhaustive: bool
+    shape: tuple[int, ...], mesh: ProcessMesh, source: ShardSpec, target: ShardSpec
 ) -> tuple[ShardSpec, ShardSpec, Space]:
     """Start and goal without axes of size 1, and the layouts between them."""
     start, goal = without_unit_axes(source, mesh), without_unit_axes(target, mesh)
     used = set(start.axes + goal.axes)
-    working = tuple(axis for axis in mesh.axes if mesh.axis_size(axis) > 1 and (exhaustive or axis in used))
-    wide = exhaustive or not all(
+    working = tuple(axis for axis in mesh.axes if mesh.axis_size(axis) > 1 and axis in used)
+    wide = not all(
         size % mesh.units(tuple({*before, *after})) == 0
         for size, before, after in zip(shape, start.dims, goal.dims, strict=True)
     )
     return start, goal, Space(shape, mesh, working, goal, wide)
 
 
-def _search(
+def cheapest_path(
     space: Space,
     start: ShardSpec,
     itemsize: int,

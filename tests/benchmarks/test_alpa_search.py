@@ -8,11 +8,11 @@ import pytest
 
 from benchmarks import alpa_search as suite
 from benchmarks.alpa_search import Evaluation, Point
+from benchmarks.support.all_uniform_pipelines import uniform_pipelines
 from benchmarks.support.alpa.recorded_plans import Plan, Stage
 from distgraph.engine.search_driver.candidate import build_candidate
 from distgraph.engine.search_driver.layout_costs import LayoutCosts
 from distgraph.engine.search_driver.search_space import pools_of
-from distgraph.engine.search_driver.uniform_pipelines import uniform_pipelines
 from distgraph.models import GPTConfig
 from distgraph.resources import Cluster
 

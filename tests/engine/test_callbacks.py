@@ -20,7 +20,6 @@ from distgraph.engine.callbacks import (
     CSVLogger,
     EarlyStopping,
     ModelCheckpoint,
-    ProgressBar,
     TensorBoard,
     Timeline,
 )
@@ -272,11 +271,12 @@ def test_csv(tmp_path: Path) -> None:
     assert list(rows[0]) == ["epoch", "loss", "valid_loss"]
 
 
-def test_progress_bar_on_a_terminal_only() -> None:
+def test_progress_bar_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = {}
     for terminal in (True, False):
         console = Console(file=io.StringIO(), force_terminal=terminal, width=120)
-        engine().fit(data(16), epochs=2, batch_size=8, callbacks=[ProgressBar(console)], progress=False)
+        monkeypatch.setattr("distgraph.engine.callbacks.Console", lambda stderr, console=console: console)
+        engine().fit(data(16), epochs=2, batch_size=8, progress=True)
         shown[terminal] = console.file.getvalue()  # type: ignore[attr-defined]
     assert "epoch 2/2" in shown[True]
     assert "loss" in shown[True]

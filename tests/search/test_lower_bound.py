@@ -12,13 +12,13 @@ from support.files.clusters import cluster_of
 from support.programs.searched import CHAIN, PROGRAMS, Program, mixed, slow, two_by_two
 from support.search.candidates import candidates
 
+from benchmarks.support.all_uniform_pipelines import uniform_pipelines
 from distgraph.engine.search_driver.candidate import build_candidate
 from distgraph.engine.search_driver.layout_costs import LayoutCosts
 from distgraph.engine.search_driver.lower_bound import _divided, least_seconds
 from distgraph.engine.search_driver.run_search import run_search
 from distgraph.engine.search_driver.search_space import pools_of
 from distgraph.engine.search_driver.search_state import SearchState
-from distgraph.engine.search_driver.uniform_pipelines import uniform_pipelines
 from distgraph.plan.plan import Plan
 from distgraph.resources import Cluster
 from distgraph.resources.cluster import OpTable

@@ -11,6 +11,7 @@ import pytest
 from support.files.clusters import cluster_of
 from support.programs.searched import CHAIN, PROGRAMS, SECONDS, mixed, slow, two_by_two
 
+from benchmarks.support.all_uniform_pipelines import uniform_pipelines
 from distgraph.engine.search_driver import layout_costs as layout_costs_module
 from distgraph.engine.search_driver.candidate import Candidate, StageChoice, build_candidate, layout_identity
 from distgraph.engine.search_driver.evaluations import evaluate
@@ -30,7 +31,7 @@ from distgraph.engine.search_driver.search_space import (
 )
 from distgraph.engine.search_driver.search_state import SearchState
 from distgraph.engine.search_driver.stage_search import best_pipeline, undominated, variant_table
-from distgraph.engine.search_driver.uniform_pipelines import best_uniform, uniform_pipelines
+from distgraph.engine.search_driver.uniform_pipelines import best_uniform
 from distgraph.passes.search.intra_op.chosen_layouts import Profile
 from distgraph.passes.search.intra_op.solution_cache import VARIABLE
 from distgraph.passes.search.solver.problem import Problem, Solution

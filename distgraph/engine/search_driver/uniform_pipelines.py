@@ -25,7 +25,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class _UniformPipeline:
+class UniformPipeline:
     """Equal stages on all devices: how many micro-batches, on which devices, in which shape."""
 
     micro_batches: int
@@ -39,28 +39,10 @@ class _UniformPipeline:
         return self.shape if len(self.shape.axes) > 1 else Shape((("dp", self.submesh.size),))
 
 
-def uniform_pipelines(
-    layout_costs: LayoutCosts, micro_batches: int, restriction: Restriction
-) -> Iterator[Candidate]:
-    """Every dp x tp x pp that fits by the estimate, layers divided by their work.
-
-    Where it does not fit otherwise, all layers are recomputed. None in a cluster of several kinds.
-
-    Args:
-        layout_costs: of the program.
-        micro_batches: in a step.
-        restriction: what dp may split.
-    """
-    for pipeline in _pipelines(layout_costs, micro_batches):
-        candidate = None if layout_costs.expired() else _candidate_of(layout_costs, pipeline, restriction)
-        if candidate is not None:
-            yield candidate
-
-
 def best_uniform(
     layout_costs: LayoutCosts, counts: Sequence[int], restriction: Restriction, excluded: ExcludedShapes = ()
 ) -> Candidate | None:
-    """The pipeline of `uniform_pipelines` with the least estimate; None where none fits.
+    """The dp x tp x pp with the least estimate, layers divided by their work; None where none fits.
 
     Pipelines are looked at in the order of what they would take without restriction and with memory enough. A
     restriction takes choices away, so once that is above the best estimate, no other pipeline can be better.
@@ -71,7 +53,7 @@ def best_uniform(
         restriction: what dp may split.
         excluded: shapes that are looked at only where no pipeline of others fits.
     """
-    pipelines = [pipeline for count in counts for pipeline in _pipelines(layout_costs, count)]
+    pipelines = [pipeline for count in counts for pipeline in pipelines_of(layout_costs, count)]
     good = [pipeline for pipeline in pipelines if (pipeline.submesh, pipeline.free) not in excluded]
     best = _best(layout_costs, good, restriction)
     if best is None and len(good) < len(pipelines):
@@ -84,7 +66,7 @@ def best_uniform(
 
 
 def _best(
-    layout_costs: LayoutCosts, pipelines: Sequence[_UniformPipeline], restriction: Restriction
+    layout_costs: LayoutCosts, pipelines: Sequence[UniformPipeline], restriction: Restriction
 ) -> Candidate | None:
     best: Candidate | None = None
     for floor, pipeline in sorted(
@@ -92,13 +74,14 @@ def _best(
     ):
         if layout_costs.expired() or (best is not None and floor >= best.estimate):
             break
-        candidate = _candidate_of(layout_costs, pipeline, restriction)
+        candidate = candidate_of(layout_costs, pipeline, restriction)
         if candidate is not None and (best is None or candidate.estimate < best.estimate):
             best = candidate
     return best
 
 
-def _pipelines(layout_costs: LayoutCosts, micro_batches: int) -> Iterator[_UniformPipeline]:
+def pipelines_of(layout_costs: LayoutCosts, micro_batches: int) -> Iterator[UniformPipeline]:
+    """Every dp x tp x pp on all devices; none in a cluster of several kinds."""
     if len(layout_costs.pools) > 1:
         return
     (pool,) = layout_costs.pools
@@ -110,10 +93,10 @@ def _pipelines(layout_costs: LayoutCosts, micro_batches: int) -> Iterator[_Unifo
         devices = place(layout_costs.pools, [submesh] * count) if pool.size % count == 0 else None
         if devices is not None:
             for shape in _shapes(layout_costs, submesh):
-                yield _UniformPipeline(micro_batches, submesh, shape, devices)
+                yield UniformPipeline(micro_batches, submesh, shape, devices)
 
 
-def _floor(layout_costs: LayoutCosts, pipeline: _UniformPipeline) -> float:
+def _floor(layout_costs: LayoutCosts, pipeline: UniformPipeline) -> float:
     """Seconds of a step without restriction and with memory enough; of one axis, whatever its name is."""
     if layout_costs.expired():
         return 0.0
@@ -131,10 +114,10 @@ def _floor(layout_costs: LayoutCosts, pipeline: _UniformPipeline) -> float:
     return pipeline_estimate(layout_costs, candidate).seconds
 
 
-def _candidate_of(
-    layout_costs: LayoutCosts, pipeline: _UniformPipeline, restriction: Restriction
+def candidate_of(
+    layout_costs: LayoutCosts, pipeline: UniformPipeline, restriction: Restriction
 ) -> Candidate | None:
-    """A pipeline without recomputation, or else with it; None where neither fits or a stage is empty."""
+    """A pipeline without recomputation, else of all layers; None where neither fits or a stage is empty."""
     variant = layout_costs.variants(pipeline.micro_batches, pipeline.submesh, pipeline.shape, restriction)[0]
     count, layers = len(pipeline.devices), len(variant.profile.forward) - 1
     firsts = _firsts(layout_costs, variant.profile, count)
@@ -153,9 +136,7 @@ def _candidate_of(
     return None
 
 
-def _choices(
-    pipeline: _UniformPipeline, profile: Profile, firsts: tuple[int, ...]
-) -> tuple[StageChoice, ...]:
+def _choices(pipeline: UniformPipeline, profile: Profile, firsts: tuple[int, ...]) -> tuple[StageChoice, ...]:
     layers = len(profile.forward) - 1
     return tuple(
         StageChoice(first, stop, devices, pipeline.shape)

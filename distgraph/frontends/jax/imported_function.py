@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
-import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +10,7 @@ import jax
 import numpy as np
 
 from distgraph.errors import GraphError
+from distgraph.frontends.imported_model import ImportedModel, returned
 from distgraph.frontends.jax.jaxpr_evaluator import Evaluation
 from distgraph.frontends.jax.jaxpr_tracing import (
     Arguments,
@@ -22,17 +21,16 @@ from distgraph.frontends.jax.jaxpr_tracing import (
 )
 from distgraph.frontends.jax.random_keys import RandomKey
 from distgraph.frontends.jax.stacked_parameters import StackedParameters, scanned_inputs
-from distgraph.frontends.outputs import Outputs
 from distgraph.ir.dtypes import is_float, short
-from distgraph.nn import Buffer, Module, Parameter
-from distgraph.ops import accumulate, cast, stop_gradient
+from distgraph.nn import Buffer, Parameter
+from distgraph.ops import cast
 from distgraph.tracing.tensor import Tensor
 from distgraph.tracing.tracer import Trace
 
 _ABSENT: Any = object()
 
 
-class ImportedFunction(Module):
+class ImportedFunction(ImportedModel):
     """A function of JAX whose jaxpr is evaluated; made by `import_function`.
 
     Parameters have the paths of the leaves of the parameters, and their values; see `stacked_parameters` for
@@ -45,8 +43,8 @@ class ImportedFunction(Module):
         self._has_state = has_state
         self._traced: dict[Any, TracedFunction] = {}
         self._layers = self._scanned()
-        self._tensors = dict(self._made())
-        self._forward = _with_signature(self._run, [leaf.name for leaf in training.of_kind("input")])
+        inputs = [leaf.name for leaf in training.of_kind("input")]
+        super().__init__(training.name, dict(self._made()), inputs)
 
     def _scanned(self) -> dict[str, int]:
         """Name of each parameter that only scans over layers read, in both modes -> number of layers."""
@@ -70,28 +68,9 @@ class ImportedFunction(Module):
                 one = replace(leaf, name=f"{leaf.name}.{number}", shape=leaf.shape[1:], value=value)
                 yield one.name, _tensor(one)
 
-    @property
-    def forward(self) -> Any:
-        """What the function computes of the inputs of its example, by position or by name."""
-        return self._forward
-
     def children(self) -> Iterator[tuple[str, Any]]:
         """(path in the parameters or the state, parameter or buffer)."""
         yield from self._tensors.items()
-
-    def parameter(self, name: str) -> Parameter:
-        """The parameter or buffer of a path such as "layers.0.w".
-
-        Raises:
-            GraphError: there is none of this path.
-        """
-        if name not in self._tensors:
-            near = difflib.get_close_matches(name, self._tensors, 3)
-            raise GraphError(
-                f"{self._arguments[True].name} has no parameter {name!r}; "
-                + (f"near are {', '.join(near)}" if near else "named_tensors() lists them")
-            )
-        return self._tensors[name]
 
     def _run(self, given: Mapping[str, Any]) -> Any:
         trace = Trace.current()
@@ -108,7 +87,8 @@ class ImportedFunction(Module):
         if trace.training:
             for leaf, new in zip(arguments.of_kind("state"), results[count:], strict=True):
                 self._update(leaf.name, new)
-        return _returned(traced, results[:count], trace)
+        outputs = zip(traced.outputs, results[:count], strict=True)
+        return returned(traced.kind, {name: trace.tensor(x) for name, x in outputs})
 
     def _value(self, leaf: Leaf, inputs: Mapping[str, Tensor]) -> Any:
         if leaf.kind == "key":
@@ -124,17 +104,6 @@ class ImportedFunction(Module):
         if key not in self._traced:
             self._traced[key] = trace_function(self._arguments[training], types, self._has_state)
         return self._traced[key]
-
-    def _update(self, name: str, new: Any) -> None:
-        """Set a state at the end of the step to the mean of its new values over the micro-batches."""
-        buffer = self._tensors[name]
-        assert isinstance(buffer, Buffer)
-        trace = Trace.current()
-        value = trace.tensor(new)
-        wide = value if is_float(value.dtype) else value.astype("f64")
-        mean = accumulate(stop_gradient(wide))
-        with trace.within(role="optimize"):
-            buffer.update(mean if mean.dtype == buffer.dtype else mean.astype(buffer.dtype))
 
     def _check(self) -> None:
         """Trace the function for its example, in both modes. Raises GraphError as `Evaluation.run`."""
@@ -223,29 +192,3 @@ def _input(function: str, leaf: Leaf, x: Tensor) -> Tensor:
             "the array with .astype, or import with an example of this dtype"
         )
     return cast(x, dtype)
-
-
-def _with_signature(run: Any, names: Sequence[str]) -> Any:
-    """A function of inputs with these names, which calls `run` with a dict of them."""
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    signature = inspect.Signature([inspect.Parameter(name, kind) for name in names])
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        try:
-            given = signature.bind(*args, **kwargs).arguments
-        except TypeError as error:
-            raise GraphError(
-                f"imported model takes the inputs of its example, ({', '.join(names)}): {error}"
-            ) from None
-        return run(given)
-
-    forward.__signature__ = signature  # type: ignore[attr-defined]
-    return forward
-
-
-def _returned(traced: TracedFunction, results: Sequence[Any], trace: Trace) -> Any:
-    """The outputs as the function returns them."""
-    named = {name: trace.tensor(x) for name, x in zip(traced.outputs, results, strict=True)}
-    if traced.kind == "tensor":
-        return next(iter(named.values()))
-    return tuple(named.values()) if traced.kind == "tuple" else Outputs(named)

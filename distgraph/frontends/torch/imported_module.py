@@ -2,42 +2,33 @@
 
 from __future__ import annotations
 
-import difflib
-import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from distgraph.errors import GraphError
-from distgraph.frontends.outputs import Outputs
+from distgraph.frontends.imported_model import ImportedModel, returned
 from distgraph.frontends.torch.exporting import Exported, export
 from distgraph.frontends.torch.graph_evaluator import evaluate
 from distgraph.frontends.torch.torch_dtypes import as_array, short_dtype
 from distgraph.ir.dtypes import is_float
-from distgraph.nn import Buffer, Module, Parameter
-from distgraph.ops import accumulate, stop_gradient
+from distgraph.nn import Buffer, Parameter
 from distgraph.tracing.tensor import Tensor
 from distgraph.tracing.tracer import Trace
 
 
-class ImportedModule(Module):
+class ImportedModule(ImportedModel):
     """A module of torch whose graph was exported; made by `import_module`.
 
     Parameters and buffers have the names of torch, and its values.
     """
 
     def __init__(self, source: torch.nn.Module, training: Exported, evaluation: Exported) -> None:
-        self._name = type(source).__name__
         self._exported = {True: training, False: evaluation}
         constants = {each.name for each in training.inputs.values() if each.kind == "constant"}
-        self._tensors, self._names = _tensors(source, constants)
-        self._forward = _with_signature(self._run, tuple(training.shapes))
-
-    @property
-    def forward(self) -> Any:
-        """What the module computes of the inputs that the example has, by position or by name."""
-        return self._forward
+        tensors, self._names = _tensors(source, constants)
+        super().__init__(type(source).__name__, tensors, tuple(training.shapes))
 
     def children(self) -> Iterator[tuple[str, Any]]:
         """(name in torch, parameter or buffer); a tied one under its first name."""
@@ -49,20 +40,6 @@ class ImportedModule(Module):
         first = {id(tensor): name for name, tensor in self._names.items()}
         return {name: first[id(tensor)] for name, tensor in self._tensors.items()}
 
-    def parameter(self, name: str) -> Parameter:
-        """The parameter or buffer of a name in torch; a tied one has several.
-
-        Raises:
-            GraphError: there is none of this name.
-        """
-        if name not in self._tensors:
-            near = difflib.get_close_matches(name, self._tensors, 3)
-            raise GraphError(
-                f"{self._name} has no parameter or buffer {name!r}; "
-                + (f"near are {', '.join(near)}" if near else "named_tensors() lists them")
-            )
-        return self._tensors[name]
-
     def _run(self, given: Mapping[str, Any]) -> Any:
         trace = Trace.current()
         exported = self._exported[trace.training]
@@ -73,20 +50,6 @@ class ImportedModule(Module):
             for path, new in zip(exported.mutated, changes, strict=True):
                 self._update(path, new)
         return _returned(exported, results, trace)
-
-    def _update(self, path: str, new: Any) -> None:
-        """Set a buffer at the end of the step to the mean of its new values over the micro-batches."""
-        buffer = self._tensors[path]
-        assert isinstance(buffer, Buffer)
-        trace = Trace.current()
-        value = trace.tensor(new)
-        if any(op.role == "optimize" and value.value in op.results for op in trace.ops):
-            buffer.update(value)  # computed once a step already
-            return
-        wide = value if is_float(value.dtype) else value.astype("f64")
-        mean = accumulate(stop_gradient(wide))
-        with trace.within(role="optimize"):
-            buffer.update(mean if mean.dtype == buffer.dtype else mean.astype(buffer.dtype))
 
 
 def import_module(
@@ -183,24 +146,6 @@ def _tensor(tensor: torch.Tensor) -> Parameter:
     return parameter
 
 
-def _with_signature(run: Any, names: tuple[str, ...]) -> Any:
-    """A function of inputs with these names, which calls `run` with a dict of them."""
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    signature = inspect.Signature([inspect.Parameter(name, kind) for name in names])
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        try:
-            given = signature.bind(*args, **kwargs).arguments
-        except TypeError as error:
-            raise GraphError(
-                f"imported model takes the inputs of its example, ({', '.join(names)}): {error}"
-            ) from None
-        return run(given)
-
-    forward.__signature__ = signature  # type: ignore[attr-defined]
-    return forward
-
-
 def _check_inputs(model: str, exported: Exported, inputs: Mapping[str, Tensor]) -> None:
     """Raises GraphError for a shape or dtype that does not fit the exported graph."""
     sizes: dict[str, int] = {}
@@ -233,6 +178,4 @@ def _returned(exported: Exported, results: list[Any], trace: Trace) -> Any:
     }
     if not named:
         raise GraphError("imported model returns no tensor; return what the loss needs")
-    if exported.kind == "tensor":
-        return next(iter(named.values()))
-    return tuple(named.values()) if exported.kind == "tuple" else Outputs(named)
+    return returned(exported.kind, named)

@@ -108,7 +108,7 @@ def test_arguments_are_checked() -> None:
     assert "two leaves of the arguments are named 'a.b'" in refused(lambda p, x: x, params=clash)
     assert "parameter w: dtype" in refused(lambda p, x: x, params={"w": np.zeros(3, np.complex64)})
     model = dg.frontends.jax.import_function(lambda p, x: x @ p["w"], PARAMS, X)
-    with pytest.raises(GraphError, match="no parameter 'v'"):
+    with pytest.raises(GraphError, match="no parameter or buffer 'v'"):
         model.parameter("v")
 
 
