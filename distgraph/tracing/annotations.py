@@ -19,6 +19,8 @@ from distgraph.tracing.tensor import Tensor, TensorOperators
 from distgraph.tracing.tracer import Trace, caller
 
 Dims = Sequence[UserDim]
+Ends = tuple[tuple[str, ...], str]
+"""Axes that split the first dim of a tensor, and the axis that splits the last."""
 
 
 def shard_tensor(x: Any, mesh: ProcessMesh | None, dims: Dims, *, gradient: bool = False) -> Any:
@@ -107,6 +109,8 @@ def shard_op(
             docs/matmul_algorithms.md.
         dataflow: "OS", "LS" or "RS", on a mesh of two axes: pins the parameter matrices, and tensors and
             results without a spec, to the layouts of this dataflow. None leaves layouts to other annotations.
+            Mesh axes before the last two are of data parallelism: they split the first dim of tensors and
+            results before the axis of the dataflow.
         slices: of "meshslice".
         block: neighbouring rows or columns that stay together when a shard is sliced.
         counts: a strategy as in MindSpore, in place of specs and algorithm: for each tensor of the call of
@@ -118,7 +122,7 @@ def shard_op(
     Raises:
         ShardingError: no mesh and no counts; counts that do not fit the op, or besides specs; the number of
             specs and of tensors differ; a dataflow without an algorithm, an unknown
-            one, or one on a mesh that has not two axes.
+            one, or one on a mesh of one axis.
 
     Example:
         `y = dg.shard_op(self.fc, mesh, algorithm="meshslice", dataflow="OS", slices=4)(x)`
@@ -166,7 +170,7 @@ def _pinned(
     returned: Any,
     mesh: ProcessMesh,
     out_specs: Sequence[Dims | None] | Dims | None,
-    flow: tuple[str, str] | None,
+    flow: Ends | None,
 ) -> Any:
     """Results with their layouts: by `out_specs`, or the axes that a dataflow gives a single result."""
     if out_specs is None and flow is not None and isinstance(returned, Tensor):
@@ -223,7 +227,7 @@ def _with_counts(
 
 def _flow_layouts(
     mesh: ProcessMesh, algorithm: MatmulAlgorithm | None, dataflow: str | None, where: str
-) -> tuple[tuple[str, str], DistAttr, tuple[str, str]] | None:
+) -> tuple[Ends, DistAttr, Ends] | None:
     """Axes of the first and last dim of the input, layout of the weight, axes of the result."""
     if dataflow is None:
         return None
@@ -232,27 +236,28 @@ def _flow_layouts(
             f"shard_op ({where}): dataflow is {dataflow!r} but there is no algorithm; name one, such as "
             f'algorithm="meshslice"'
         )
-    if len(mesh.axes) != 2:
+    if len(mesh.axes) < 2:
         raise ShardingError(
             f"shard_op ({where}): dataflow {dataflow} needs a mesh of two axes but {mesh} has "
             f"{len(mesh.axes)}; give one such as ProcessMesh.grid(rows=2, cols=4)"
         )
-    rows, cols = mesh.axes
+    *data, rows, cols = mesh.axes
+    samples = (*data, rows)
     layouts = {
-        "OS": ((rows, cols), [rows, cols]),
-        "LS": ((rows, cols), [cols, rows]),
-        "RS": ((cols, rows), [rows, cols]),
+        "OS": ((samples, cols), [rows, cols]),
+        "LS": ((samples, cols), [cols, rows]),
+        "RS": (((*data, cols), rows), [rows, cols]),
     }
     if dataflow not in layouts:
         raise ShardingError(
             f"shard_op ({where}): dataflow {dataflow!r} does not exist; it is one of {', '.join(layouts)}"
         )
     source, weight = layouts[dataflow]
-    return source, DistAttr(mesh, ShardSpec.of(weight), Origin("user", where)), (rows, cols)
+    return source, DistAttr(mesh, ShardSpec.of(weight), Origin("user", where)), (samples, cols)
 
 
-def _middle(axes: tuple[str, str], x: Tensor) -> list[UserDim]:
-    """The first dim of a tensor split by one axis, the last by the other."""
+def _middle(axes: Ends, x: Tensor) -> list[UserDim]:
+    """The first dim of a tensor split by some axes, the last by another."""
     return [axes[0], *[None] * (x.ndim - 2), axes[1]]
 
 

@@ -60,7 +60,7 @@ def cannon(product: Product, algorithm: MatmulAlgorithm) -> None:
 
 
 def _check(product: Product) -> None:
-    shape = [size for size in product.mesh.shape if size > 1]
+    shape = product.sizes
     if product.flow.name not in _SIGNS or len(shape) != 2 or shape[0] != shape[1]:
         side = max(2, math.isqrt(product.mesh.size))
         raise ShardingError(
@@ -114,7 +114,7 @@ class _Square:
 
     def _layout(self, mesh: ProcessMesh) -> OpLayout:
         rows, cols = self.axes
-        return OpLayout(mesh, (("q0", (rows,)), ("q1", (cols,))))
+        return self.product.computed({"q0": (rows,), "q1": (cols,)}, mesh, prefix="i")
 
     def mesh(self, operand: int, shift: int, mesh: ProcessMesh) -> ProcessMesh:
         """Mesh on which a product with some shift, computed on a mesh, reads an operand."""

@@ -26,9 +26,13 @@ _STEPS: Final = {"send_receive": 1, "broadcast": 0, "reduce": 0}
 
 
 def devices_of(cluster: Cluster, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Device of every rank of a mesh: a block of a torus of devices, else the first devices in order."""
-    if on_torus(cluster, shape):
-        return cluster.network.corner_block(shape)
+    """Device of every rank of a mesh: a block of a torus of devices, else the first devices in order.
+
+    All axes but the last are one dim of the block where a torus has fewer dims than the mesh has axes.
+    """
+    for block in (shape, (math.prod(shape[:-1]), shape[-1])):
+        if on_torus(cluster, block):
+            return cluster.network.corner_block(block)
     return tuple(range(math.prod(shape)))
 
 
@@ -56,10 +60,12 @@ class ClusterPrices:
     Attributes:
         cluster: a mesh is on the devices that `devices_of` gives.
         reconfigure: whether a mesh has a torus of its own shape where the cluster can be wired so.
+        data: meshes beside each other for data parallelism, whose rings are busy at the same time.
     """
 
     cluster: Cluster
     reconfigure: bool = False
+    data: int = 1
     _communication: dict[Mesh, MeshCommunication] = field(default_factory=dict, compare=False, repr=False)
     _rings: dict[tuple[str, int, Mesh], Ring] = field(default_factory=dict, compare=False, repr=False)
 
@@ -74,11 +80,25 @@ class ClusterPrices:
             self._rings[key] = self._line(kind, axis, mesh) if mesh[axis] > 1 else Ring(0.0, 0.0, 1.0)
         return self._rings[key]
 
-    def _line(self, kind: str, axis: int, mesh: Mesh) -> Ring:
+    def reduction_seconds(self, mesh: Mesh, nbytes: float) -> float:
+        """Seconds of an all_reduce of a rank's bytes over the meshes of data parallelism."""
+        if self.data == 1:
+            return 0.0
+        sizes = np.array([nbytes])
+        return float(self._on(mesh).prices("all_reduce", self._grid(mesh), ("dp",), sizes)[0])
+
+    def _grid(self, mesh: Mesh) -> ProcessMesh:
+        return ProcessMesh.grid(dp=self.data, rows=mesh[0], cols=mesh[1])
+
+    def _on(self, mesh: Mesh) -> MeshCommunication:
         if mesh not in self._communication:
             cluster = torus_of(self.cluster, mesh) if self.reconfigure else self.cluster
-            self._communication[mesh] = MeshCommunication(cluster, devices_of(cluster, mesh))
-        communication, grid = self._communication[mesh], ProcessMesh.grid(rows=mesh[0], cols=mesh[1])
+            devices = devices_of(cluster, mesh if self.data == 1 else (self.data, *mesh))
+            self._communication[mesh] = MeshCommunication(cluster, devices)
+        return self._communication[mesh]
+
+    def _line(self, kind: str, axis: int, mesh: Mesh) -> Ring:
+        communication, grid = self._on(mesh), self._grid(mesh)
         collective = _COLLECTIVES.get(kind, kind)
         seconds = communication.prices(collective, grid, (AXES[axis],), np.array([_SHORT, _LONG]))
         slope = max(float(seconds[1] - seconds[0]) / (_LONG - _SHORT), 1e-30)

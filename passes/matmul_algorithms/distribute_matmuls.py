@@ -37,6 +37,7 @@ def distribute_matmuls(graph: Graph) -> Graph:
             continue
         product = product_of(graph, op, algorithm)
         rewrite(product, algorithm)
+        product.join()
         ops += product.ops
         attrs |= {name: attr for name, attr in product.attrs.items() if name != op.name}
     return graph.with_ops(ops, attrs=attrs, algorithms={})

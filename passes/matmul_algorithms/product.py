@@ -3,20 +3,8 @@
 *In:* an op C = A B of a completed graph. *Out:* its dataflow, and a list of ops that leave the same value in
 the same layout. *Invariant:* every op emitted has its layout, and a meaning on whole tensors.
 
-The letters of the contraction are of three groups: `m` those of A and C, `k` those of A and B, `n` those of B
-and C. On a mesh of axes x and y, with at most one letter of a group split, by one axis, the stored layouts
-give the dataflow, which says what stays in place (Nam et al., "MeshSlice", 2025, figure 1):
-
-    OS   A [m:x, k:y]   B [k:x, n:y]   C [m:x, n:y]   C stays, slices along k
-    LS   A [m:x, k:y]   B [k:y, n:x]   C [m:x, n:y]   A stays, slices along n
-    RS   A [m:y, k:x]   B [k:x, n:y]   C [m:x, n:y]   B stays, slices along m
-    AG   A [m:y, k]     B [k, n:y]     C [m, n:y]     one axis: A is gathered, slices along m
-         A [m, k:y]     B [k, n:y]     C [m, n:y]     one axis: A is gathered, slices along k
-    SC   A [m, k:y]     B [k:y, n]     C [m:y, n]     one axis: C is scattered, slices along m
-
-AG and SC also with A and B exchanged; they are OS, LS and RS where the other axis has one rank. The backward
-contractions of a forward one in OS are in LS (dA = dC B^T) and RS (dB = A^T dC), and so on: no operand is
-transposed, and the same matrix stays in place.
+The dataflow follows from the layouts (`stored_dataflow.py`). Mesh axes that take no part in it are those of
+data parallelism (`data_axes.py`): a contraction on the others is computed at each of their positions.
 """
 
 from __future__ import annotations
@@ -24,7 +12,7 @@ from __future__ import annotations
 import math
 import string
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from distgraph.errors import ShardingError
@@ -34,26 +22,8 @@ from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.op_registry import infer_results, rule_of
 from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
 from distgraph.ops.contraction import parse_einsum
-
-Axes = Mapping[str, str | None]
-"""Group "m", "k" or "n" -> mesh axis that splits one of its letters."""
-
-
-@dataclass(frozen=True, slots=True)
-class Dataflow:
-    """What stays in place, and what is gathered and scattered.
-
-    Attributes:
-        name: OS, LS, RS, AG or SC.
-        group: "m", "k" or "n": its split letter is sliced.
-        computed: layout of every partial product.
-        reduced: axis over which the partial products are summed; None in OS and AG.
-    """
-
-    name: str
-    group: str
-    computed: Axes
-    reduced: str | None = None
+from distgraph.passes.matmul_algorithms.data_axes import DataAxes, Letters, data_axes
+from distgraph.passes.matmul_algorithms.stored_dataflow import Axes, Dataflow, dataflow_of, groups_of
 
 
 @dataclass(slots=True)
@@ -61,30 +31,44 @@ class Product:
     """A contraction and the ops that are to compute it.
 
     Attributes:
-        op: the contraction.
+        op: the contraction, on tensors in which data axes have letters of their own.
         letters: those of A, B and C, one for each dim.
         mesh: where it is computed.
         specs: stored layouts of A, B and C.
         split: for A, B and C the axis of each group.
         split_letter: group -> its letter that is split.
         flow: the dataflow.
+        data: letter -> axes of data parallelism that split it, and nothing else does.
+        whole: the contraction of the graph.
+        stored: layout of its result.
+        summed: leading dims of the result over which it is summed behind the algorithm.
         ops, attrs: emitted ops, and layouts of their results.
     """
 
     op: Op
-    letters: tuple[str, str, str]
+    letters: Letters
     mesh: ProcessMesh
     specs: tuple[ShardSpec, ShardSpec, ShardSpec]
     split: tuple[Axes, Axes, Axes]
     split_letter: Mapping[str, str]
     flow: Dataflow
+    data: Mapping[str, tuple[str, ...]]
+    whole: Op
+    stored: DistAttr
+    summed: int = 0
     ops: list[Op] = field(default_factory=list)
     attrs: dict[str, DistAttr] = field(default_factory=dict)
 
     @property
     def subject(self) -> str:
         """The op, as messages name it."""
-        return str(self.op)
+        return str(self.whole)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Ranks along the axes of the dataflow, in the order of the mesh."""
+        used = {axis for split in self.split for axis in split.values()}
+        return [self.mesh.axis_size(axis) for axis in self.mesh.axes if axis in used]
 
     @property
     def spec(self) -> str:
@@ -112,10 +96,17 @@ class Product:
     # ------------------------------------------------------------------ emitting ops
 
     def layout(self, letters: str, axes: Mapping[str, str], partial: str | None = None) -> DistAttr:
-        """A layout of a tensor with these letters: letter -> axis."""
-        dims = tuple((axes[letter],) if letter in axes else () for letter in letters)
+        """A layout of a tensor with these letters, which data axes split too: letter -> axis."""
+        dims = tuple(
+            (*self.data.get(letter, ()), *((axes[letter],) if letter in axes else ())) for letter in letters
+        )
         summed = () if partial is None else ((partial, "sum"),)
-        return DistAttr(self.mesh, ShardSpec(dims, summed), Origin("op", f"%{self.op.name}"))
+        return DistAttr(self.mesh, ShardSpec(dims, summed), Origin("op", f"%{self.whole.name}"))
+
+    def computed(self, axes: Mapping[str, tuple[str, ...]], mesh: ProcessMesh, prefix: str = "") -> OpLayout:
+        """How an op is computed: index -> axes, and each letter with data axes, behind a prefix, by these."""
+        split = {f"{prefix}{letter}": data for letter, data in self.data.items()}
+        return OpLayout(mesh, tuple(sorted({**axes, **split}.items())))
 
     def computed_axes(self) -> dict[str, str]:
         """Letter -> axis of the partial products."""
@@ -172,10 +163,75 @@ class Product:
         """Add a partial product in the layout of the dataflow, added to a total where there is one."""
         axes = self.computed_axes()
         attr = self.layout(self.letters[2], axes, self.flow.reduced)
-        computed = OpLayout(self.mesh, tuple(sorted((letter, (axis,)) for letter, axis in axes.items())))
+        computed = self.computed({letter: (axis,) for letter, axis in axes.items()}, self.mesh)
         operands = [left, right] if total is None else [total, left, right]
         kind = "einsum" if total is None else "einsum_add"
         return self.emit(kind, operands, attr, computed, name, spec=self.spec)
+
+    # ------------------------------------------------------------------ data axes
+
+    def separate(self, data: DataAxes) -> None:
+        """Give data axes letters of their own: reshape the operands, before the algorithm."""
+        if not data.axes:
+            return
+        left, right, made = self.letters
+        self.letters = data.letters(left), data.letters(right), data.summed + data.letters(made)
+        self.data, self.summed = data.split(), len(data.summed)
+        operands = list(self.whole.operands)
+        for which, term in enumerate((left, right)):
+            shape = data.shape(term, operands[which].shape)
+            if shape != operands[which].shape:
+                attr = self.layout(self.letters[which], self._axes(which))
+                operands[which] = self._rearrange(
+                    "reshape", operands[which], attr, f"{'ab'[which]}.apart", shape=shape
+                )
+        specs = [self.layout(self.letters[which], self._axes(which)).spec for which in range(3)]
+        self.specs = specs[0], specs[1], specs[2]
+        if data.renamed:
+            counts = (data.counts[letter] for letter in data.renamed if letter not in made)
+            shape = (*counts, *data.shape(made, self.whole.result.shape))
+            result = Value(f"{self.whole.name}.apart", shape, self.whole.result.dtype)
+            attrs = {"spec": self.spec}
+            self.op = replace(
+                self.whole, kind="einsum", operands=tuple(operands), results=(result,), attrs=attrs
+            )
+
+    def join(self) -> None:
+        """Leave the result as the graph has it, behind the algorithm: summed over data axes, reshaped."""
+        if self.op is self.whole:
+            return
+        value, summed = self.op.result, self.letters[2][: self.summed]
+        self.op, shape = self.whole, self.whole.result.shape
+        partial = tuple((axis, "sum") for letter in summed for axis in self.data[letter])
+        joins = value.shape[self.summed :] != shape
+        if summed:
+            dims = self.attrs[value.name].spec.dims[self.summed :]
+            attr = replace(self.stored, spec=ShardSpec(dims, partial))
+            over = tuple(range(self.summed))
+            value = self._rearrange("reduce_sum", value, attr, "partial", dims=over, keepdims=False)
+        if joins:
+            attr = replace(self.stored, spec=ShardSpec(self.stored.spec.dims, partial))
+            value = self._rearrange("reshape", value, attr, "joined" if summed else "", shape=shape)
+        if summed:
+            self.reshard(value, self.stored, "")
+
+    def _axes(self, which: int) -> dict[str, str]:
+        """Letter -> axis of a stored tensor, without data axes."""
+        return {
+            self.split_letter[group]: axis for group, axis in self.split[which].items() if axis is not None
+        }
+
+    def _rearrange(self, kind: str, value: Value, attr: DistAttr, name: str, **attrs: Any) -> Value:
+        """Add a reshape, or a sum over leading dims: every rank has the same part before and behind it."""
+        ((shape, dtype),) = infer_results(kind, [value], attrs)
+        rule = rule_of(Op(kind, (value,), (Value("", tuple(shape), dtype),), attrs))
+        terms, dims, passed = rule.results[0], attr.spec.dims, attr.spec.partial
+        if len(value.shape) > len(shape):
+            known = self.attrs[value.name].spec
+            terms, dims, passed = rule.operands[0], known.dims, known.partial
+        axes = tuple(sorted((term[0], split) for term, split in zip(terms, dims, strict=True) if split))
+        computed = OpLayout(self.mesh, axes, tuple((axis, 0) for axis, _ in passed))
+        return self.emit(kind, [value], attr, computed, name, **attrs)
 
 
 def product_of(graph: Graph, op: Op, algorithm: object) -> Product:
@@ -199,24 +255,13 @@ def product_of(graph: Graph, op: Op, algorithm: object) -> Product:
             f"{op}: algorithm {algorithm} needs operands and result on one mesh, without partial sums, got "
             f"{stored}; annotate them with dg.shard_op(..., in_specs=, out_specs=)"
         )
-    groups = _groups(*letters)
-    split: list[dict[str, str | None]] = []
-    split_letter: dict[str, str] = {}
-    for term, attr in zip(letters, layouts, strict=True):
-        axes: dict[str, str | None] = {"m": None, "k": None, "n": None}
-        for letter, dim in zip(term, attr.spec.dims, strict=True):
-            used = tuple(axis for axis in dim if mesh.axis_size(axis) > 1)
-            if not used:
-                continue
-            group = groups[letter]
-            if len(used) > 1 or axes[group] is not None or split_letter.setdefault(group, letter) != letter:
-                raise ShardingError(
-                    f"{op}: algorithm {algorithm} needs one split dim in each of m, k and n, by one axis, "
-                    f"got {stored}; split another dim with dg.shard_op(..., in_specs=, out_specs=)"
-                )
-            axes[group] = used[0]
-        split.append(axes)
-    flow = _dataflow(*split)
+    used = [
+        [tuple(axis for axis in dim if mesh.axis_size(axis) > 1) for dim in attr.spec.dims]
+        for attr in layouts
+    ]
+    data = data_axes(op, letters, used, mesh, algorithm)
+    split, split_letter = _split(op, letters, used, data, f"algorithm {algorithm}", stored)
+    flow = dataflow_of(*split)
     if flow is None:
         raise ShardingError(
             f"{op}: algorithm {algorithm} needs layouts of one dataflow, such as A [x, y], B [x, y], "
@@ -225,10 +270,42 @@ def product_of(graph: Graph, op: Op, algorithm: object) -> Product:
             f"dg.shard_op(..., algorithm=, dataflow=) pins them"
         )
     specs = tuple(attr.spec for attr in layouts)
-    return Product(op, letters, mesh, specs, tuple(split), split_letter, flow)  # type: ignore[arg-type]
+    product = Product(op, letters, mesh, specs, split, split_letter, flow, {}, op, layouts[2])  # type: ignore[arg-type]
+    product.separate(data)
+    return product
 
 
-def _letters(op: Op, algorithm: object) -> tuple[str, str, str]:
+def _split(
+    op: Op,
+    letters: Letters,
+    used: Sequence[Sequence[tuple[str, ...]]],
+    data: DataAxes,
+    subject: str,
+    stored: str,
+) -> tuple[tuple[Axes, Axes, Axes], dict[str, str]]:
+    """For A, B and C the axis of each group, and the letter of each group that is split, but by data axes."""
+    groups = groups_of(*letters)
+    split: list[Axes] = []
+    split_letter: dict[str, str] = {}
+    for term, dims in zip(letters, used, strict=True):
+        axes: dict[str, str | None] = {"m": None, "k": None, "n": None}
+        for letter, dim in zip(term, dims, strict=True):
+            others = tuple(axis for axis in dim if axis not in data.axes.get(letter, ()))
+            if not others:
+                continue
+            group = groups[letter]
+            known = axes.get(group, letter) is not None or split_letter.setdefault(group, letter) != letter
+            if len(others) > 1 or known:
+                raise ShardingError(
+                    f"{op}: {subject} needs one split dim in each of m, k and n, by one axis, "
+                    f"got {stored}; split another dim with dg.shard_op(..., in_specs=, out_specs=)"
+                )
+            axes[group] = others[0]
+        split.append(axes)
+    return (split[0], split[1], split[2]), split_letter
+
+
+def _letters(op: Op, algorithm: object) -> Letters:
     if op.kind == "einsum":
         terms, right = parse_einsum(op.attrs["spec"])
         if len(terms) != 2:
@@ -245,45 +322,6 @@ def _letters(op: Op, algorithm: object) -> tuple[str, str, str]:
             f"{right_operand.type}; use the batch dims as a mesh axis of their own"
         )
     return f"{batch}mk", "kn", f"{batch}mn"
-
-
-def _groups(left: str, right: str, result: str) -> dict[str, str]:
-    """Letter -> group. A letter of all three is none of a matrix product."""
-    groups = {}
-    for letter in dict.fromkeys(left + right + result):
-        present = (letter in left, letter in right, letter in result)
-        groups[letter] = {(True, False, True): "m", (True, True, False): "k", (False, True, True): "n"}.get(
-            present, "batch"
-        )
-    return groups
-
-
-def _dataflow(a: Axes, b: Axes, c: Axes) -> Dataflow | None:
-    """The dataflow of stored layouts; None where they are those of none."""
-    x, y = c["m"], c["n"]
-    if x is not None and y is not None:
-        if (a["m"], b["n"]) == (x, y) and (a["k"], b["k"]) == (y, x):
-            return Dataflow("OS", "k", {"m": x, "n": y})
-        if (a["m"], a["k"], b["k"], b["n"]) == (x, y, y, x):
-            return Dataflow("LS", "n", {"m": x, "k": y}, y)
-        if (b["k"], b["n"], a["k"], a["m"]) == (x, y, x, y):
-            return Dataflow("RS", "m", {"k": x, "n": y}, x)
-        return None
-    given = (a["m"], a["k"], b["k"], b["n"], x, y)
-    match given:
-        case (str(axis), None, None, str(other), None, str(last)) if axis == other == last:
-            return Dataflow("AG", "m", {"m": None, "n": axis})
-        case (str(axis), None, None, str(other), str(last), None) if axis == other == last:
-            return Dataflow("AG", "n", {"m": axis, "n": None})
-        case (None, str(axis), None, str(other), None, str(last)) if axis == other == last:
-            return Dataflow("AG", "k", {"n": axis})
-        case (str(axis), None, str(other), None, str(last), None) if axis == other == last:
-            return Dataflow("AG", "k", {"m": axis})
-        case (None, str(axis), str(other), None, str(last), None) if axis == other == last:
-            return Dataflow("SC", "m", {"k": axis}, axis)
-        case (None, str(axis), str(other), None, None, str(last)) if axis == other == last:
-            return Dataflow("SC", "n", {"k": axis}, axis)
-    return None
 
 
 def check_slices(product: Product, slices: int, block: int) -> None:

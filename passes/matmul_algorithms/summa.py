@@ -42,7 +42,7 @@ def summa(product: Product, algorithm: MatmulAlgorithm) -> None:
     Raises:
         ShardingError: lcm(rows, cols) does not divide the dim that is cut into panels.
     """
-    panels, length = math.lcm(*product.mesh.shape), product.length(product.sliced)
+    panels, length = math.lcm(*product.sizes), product.length(product.sliced)
     if length % panels:
         near = sorted({max(1, length // panels) * panels, -(-length // panels) * panels})
         raise ShardingError(
@@ -68,12 +68,15 @@ class _Panels(Slices):
             for dim, letter in enumerate(letters)
             if letter in axes
         }
+        data = {
+            f"i{dim}": product.data[letter] for dim, letter in enumerate(letters) if letter in product.data
+        }
         axis = axes.pop(product.sliced, None)
         panel = product.emit(
             "block_slice",
             [product.op.operands[position]],
             product.layout(letters, axes, axis),
-            OpLayout(product.mesh, tuple(sorted(split.items()))),
+            OpLayout(product.mesh, tuple(sorted({**split, **data}.items()))),
             name,
             **self.attrs(letters, index),
         )

@@ -22,7 +22,6 @@ Learning Models", ASPLOS 2022; Nam et al., "MeshSlice" (2025), section 2.3.4.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 from distgraph.errors import ShardingError
@@ -75,8 +74,8 @@ def movements(product: Product) -> list[Movement]:
                 outer, inner = inner, outer
             values = (*product.op.operands, product.op.result)
             parts = product.parts(axis)
-            blocks = [product.parts(other) for other in stored.values()]
-            sent = values[tensor].size * (parts - 1) / math.prod(blocks)
+            blocks = product.mesh.count(other for dim in product.specs[tensor].dims for other in dim)
+            sent = values[tensor].size * (parts - 1) / blocks
             found.append(Movement(tensor, axis, sent, outer, inner))
     for movement in found:
         _check(product, movement)
@@ -125,9 +124,9 @@ def _operand(product: Product, tensor: int) -> Value:
 
 
 def _computed(product: Product, ring: Movement, mesh: ProcessMesh) -> OpLayout:
-    axes = {f"i{letter}": axis for letter, axis in product.computed_axes().items() if axis != ring.axis}
-    axes["q"] = ring.axis
-    return OpLayout(mesh, tuple(sorted((index, (axis,)) for index, axis in axes.items())))
+    axes = {f"i{letter}": (axis,) for letter, axis in product.computed_axes().items() if axis != ring.axis}
+    axes["q"] = (ring.axis,)
+    return product.computed(axes, mesh, prefix="i")
 
 
 def _gather_round(product: Product, ring: Movement) -> None:

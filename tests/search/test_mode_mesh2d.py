@@ -59,19 +59,39 @@ def losses(trained: dg.Engine) -> list[float]:
     return [trained.run(batch())["loss"] for _ in range(2)]
 
 
-@pytest.mark.parametrize(("machines", "ranks"), [((2, 2), 4), ((3, 3), 6), ((4, 4), 8)])
+def saved(trained: dg.Engine, folder: Path) -> dg.Plan:
+    """The plan as its file has it."""
+    trained.plan.save(folder / "plan.json")
+    return dg.Plan.load(folder / "plan.json")
+
+
+def computed(plan: dg.Plan) -> set[str]:
+    """Kinds of the ops that an algorithm computes."""
+    return {line.kind for layer in plan.ops for line in layer.ops if line.algorithm is not None}
+
+
+@pytest.mark.parametrize(("machines", "ranks"), [((2, 2), 4), ((3, 3), 6)])
 def test_a_transformer_trains_as_on_one_rank(machines: tuple[int, int], ranks: int, tmp_path: Path) -> None:
     sharded = engine(strategy=dg.Strategy(mode="mesh2d"), cluster=cluster(machines))
     assert losses(sharded) == pytest.approx(losses(engine()), rel=0, abs=1e-12)
-    path = tmp_path / "plan.json"
-    sharded.plan.save(path)
-    plan = dg.Plan.load(path)
+    plan = saved(sharded, tmp_path)
     rows, cols = plan.stages[0].mesh.shape
     assert rows * cols == ranks
     assert min(rows, cols) > 1
-    lines = [line for layer in plan.ops for line in layer.ops if line.algorithm is not None]
-    assert {line.kind for line in lines} == {"matmul", "einsum"}  # forward and backward
+    assert computed(plan) == {"matmul", "einsum"}  # forward and backward
     assert any(name.startswith("mesh2d") for name in plan.baselines)
+
+
+def test_a_transformer_trains_on_meshes_beside_each_other(tmp_path: Path) -> None:
+    """Data parallelism of 2, each on a mesh of 2 x 2, equals one rank."""
+    model, mesh = gpt(), dg.ProcessMesh.grid(dp=2, rows=2, cols=2)
+    dg.shard_tensor(model.head.weight, mesh, ["rows", "cols"])
+    sharded = engine(model, strategy=dg.Strategy(mode="mesh2d"), cluster=cluster((4, 4)))
+    assert losses(sharded) == pytest.approx(losses(engine()), rel=0, abs=1e-12)
+    plan = saved(sharded, tmp_path)
+    assert plan.stages[0].mesh.shape == (2, 2, 2)
+    assert computed(plan) == {"matmul", "einsum"}
+    assert any(name.startswith("mesh2d: 2 x 2 x 2") for name in plan.baselines)
 
 
 def large(samples: int, inputs: int, outputs: int) -> Graph:
@@ -93,9 +113,9 @@ def test_the_tuner_slices_where_communication_can_be_hidden() -> None:
     assert (layer.samples, layer.inputs, layer.outputs) == (16384, 4096, 16384)
     sliced = layouts_by_tuner(graph, shapes(boxes), boxes, "meshslice")
     whole = layouts_by_tuner(graph, shapes(boxes), boxes, "collective")
-    assert [tuning.mesh for tuning, _ in sliced] != []
-    assert sliced[0][0].seconds < whole[0][0].seconds
-    algorithms = sliced[0][1].algorithms.values()
+    assert {len(tuned.mesh.axes) for tuned in sliced} == {2, 3}
+    assert sliced[0].seconds < whole[0].seconds
+    algorithms = sliced[0].graph.algorithms.values()
     assert len(algorithms) == 3  # forward and both gradients
     assert any(algorithm.slices > 1 for algorithm in algorithms)
 
@@ -106,7 +126,9 @@ def test_what_does_not_fit_is_refused() -> None:
         dg.shard_tensor(model.head.weight, mesh, [None, mesh.axes[0]])
         return engine(model, strategy=dg.Strategy(mode="mesh2d"), cluster=cluster((2, 2)))
 
-    with pytest.raises(ShardingError, match="mode mesh2d needs a mesh of two axes but the annotations name"):
+    with pytest.raises(
+        ShardingError, match="mode mesh2d needs a mesh of two axes, and maybe one for data before"
+    ):
         annotated(dg.ProcessMesh.grid(tp=4)).prepare(batch())
     prime = engine(strategy=dg.Strategy(mode="mesh2d"), cluster=cluster((3, 2)))
     with pytest.raises(ShardingError, match="no mesh of two axes divides a linear layer"):
@@ -175,8 +197,10 @@ def test_a_step_with_stationary_weights_equals_the_serial_one(shape: tuple[int, 
 
 def test_the_tuner_keeps_large_weights_in_place() -> None:
     graph, boxes = wide(2048, 16384), cluster((4, 4))
-    tuning, annotated = layouts_by_tuner(graph, shapes(boxes), boxes, "meshslice")[0]
-    assert [(layer.dataflow, layer.transposed) for layer in tuning.layers[:2]] == [
+    two_axes = [mesh for mesh in shapes(boxes) if len(mesh.axes) == 2]
+    tuned = layouts_by_tuner(graph, two_axes, boxes, "meshslice")[0]
+    annotated = tuned.graph
+    assert [(layer.dataflow, layer.transposed) for layer in tuned.tuning.layers[:2]] == [
         ("RS", True),
         ("RS", False),
     ]
@@ -190,10 +214,9 @@ def test_mode_auto_tries_two_axes_where_the_model_gains() -> None:
     program = Program(lambda: Wide(32), (32,), batch=6)  # six samples: neither FSDP nor one axis
     state = SearchState(program.compile_request(), two_by_two(), "auto", 600.0)
     costs = state.layout_costs
-    tuning, _ = next(mesh2d_programs(costs, 1, "meshslice", 1))
-    graph = costs.layered_graph(1).graph
-    assert one_axis_seconds(graph, tuning, costs.cluster) == math.inf
-    assert mesh2d_where_it_gains(costs, 1, tuning.seconds) is None
+    tuned, _ = next(mesh2d_programs(costs, 1, "meshslice", 1))
+    assert one_axis_seconds(tuned, costs.cluster) == math.inf
+    assert mesh2d_where_it_gains(costs, 1, tuned.seconds) is None
     list(evaluate_data_parallel(state, eligible=True))
     list(evaluate_mesh2d_where_it_gains(state))
     found = next(each for each in state.evaluations.all if each.origin.startswith("mesh2d"))
@@ -206,9 +229,8 @@ def test_mode_auto_tries_two_axes_where_the_model_gains() -> None:
     }
     many = Program(lambda: Wide(32), (32,), batch=512)  # FSDP hides all communication by its model
     state = SearchState(many.compile_request(), two_by_two(), "auto", 600.0)
-    tuning, _ = next(mesh2d_programs(state.layout_costs, 1, "meshslice", 1))
-    graph = state.layout_costs.layered_graph(1).graph
-    assert one_axis_seconds(graph, tuning, state.cluster) < tuning.seconds
+    tuned, _ = next(mesh2d_programs(state.layout_costs, 1, "meshslice", 1))
+    assert one_axis_seconds(tuned, state.cluster) < tuned.seconds
     assert mesh2d_where_it_gains(state.layout_costs, 1, math.inf) is None
 
 
@@ -218,14 +240,14 @@ def test_fully_sharded_data_needs_a_sample_for_each_device() -> None:
     model = GPT(GPTConfig(vocabulary=96, hidden=768, heads=6, layers=1, sequence=512, dtype="f64"))
     for batch in (8, 6):
         graph = train_graph(model, (((batch, 512), "i32"), ((batch, 512), "i32")))
-        tuning, _ = layouts_by_tuner(graph, [dg.ProcessMesh.grid(rows=2, cols=2)], boxes, "meshslice")[0]
-        layers = [each.layer for each in tuning.layers]
+        (tuned,) = layouts_by_tuner(graph, [dg.ProcessMesh.grid(rows=2, cols=2)], boxes, "meshslice")
+        layers = [each.layer for each in tuned.tuning.layers]
         prices, rate = ClusterPrices(boxes), product_rate(boxes, "f64")
         one_axis = {
             name: tune(layers, 4, prices, rate, item_bytes=8, algorithm=name, meshes=[(1, 4)]).seconds
             for name in ONE_AXIS
         }
-        seconds[batch] = one_axis_seconds(graph, tuning, boxes), one_axis
+        seconds[batch] = one_axis_seconds(tuned, boxes), one_axis
     assert seconds[8][0] == min(seconds[8][1].values()) == seconds[8][1]["fsdp"]
     assert seconds[6][0] == seconds[6][1]["tensor_parallel"] > seconds[6][1]["fsdp"]
 

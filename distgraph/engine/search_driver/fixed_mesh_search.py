@@ -20,7 +20,6 @@ from distgraph.ir.mesh import ProcessMesh
 from distgraph.passes.assign_meshes import on_other_meshes, place
 from distgraph.passes.complete import complete
 from distgraph.passes.matmul_algorithms.cluster_prices import devices_of
-from distgraph.passes.matmul_algorithms.tuner import Tuning
 from distgraph.passes.search.intra_op.apply_layouts import assign
 from distgraph.passes.search.intra_op.chosen_layouts import Layouts
 from distgraph.passes.search.intra_op.formulate import Formulation, formulate
@@ -231,7 +230,7 @@ def double_recursion(
 
 def mesh2d_programs(
     layout_costs: LayoutCosts, micro_batches: int, algorithm: str, most: int
-) -> Iterator[tuple[Tuning, Callable[[], BuiltCandidate]]]:
+) -> Iterator[tuple[mesh2d.TunedMesh, Callable[[], BuiltCandidate]]]:
     """Two-dimensional tensor parallelism on the mesh of the annotations, or on all devices in several shapes.
 
     Args:
@@ -244,18 +243,17 @@ def mesh2d_programs(
         the tuner's estimate for the products of a micro-batch, and a function that builds the program.
 
     Raises:
-        ShardingError: annotations name several meshes, or one that has not two axes; no mesh divides a layer.
+        ShardingError: annotations name several meshes, or one without two or three axes; no mesh divides a
+            layer.
         InfeasibleError: the algorithm fits no mesh.
     """
     layered = start_graph(layout_costs, micro_batches)
     cluster = layout_costs.cluster
     annotated = annotated_meshes(layered.graph, layout_costs)
     shapes = mesh2d.shapes(cluster, len(layout_costs.devices))
-    meshes = [_two_axes(_only(annotated, "mesh2d"))] if annotated else shapes
-    tuned = mesh2d.layouts_by_tuner(layered.graph, meshes, cluster, algorithm)
-    for tuning, graph in tuned[:most]:
-        mesh = next(mesh for mesh in meshes if mesh.shape == tuning.mesh)
-        yield tuning, partial(_mesh2d_program, layout_costs, layered, graph, mesh)
+    meshes = [_checked_axes(_only(annotated, "mesh2d"))] if annotated else shapes
+    for tuned in mesh2d.layouts_by_tuner(layered.graph, meshes, cluster, algorithm)[:most]:
+        yield tuned, partial(_mesh2d_program, layout_costs, layered, tuned)
 
 
 def mesh2d_where_it_gains(
@@ -271,33 +269,33 @@ def mesh2d_where_it_gains(
     if len(layout_costs.pools) > 1:
         return None
     try:
-        tuning, build = next(mesh2d_programs(layout_costs, micro_batches, "meshslice", 1))
+        tuned, build = next(mesh2d_programs(layout_costs, micro_batches, "meshslice", 1))
     except (ShardingError, InfeasibleError):  # no mesh of two axes divides the program
         return None
-    graph, cluster = layout_costs.layered_graph(micro_batches).graph, layout_costs.cluster
-    if tuning.seconds * micro_batches >= seconds:
+    if tuned.seconds * micro_batches >= seconds:
         return None
-    return build if tuning.seconds < mesh2d.one_axis_seconds(graph, tuning, cluster) else None
+    return build if tuned.seconds < mesh2d.one_axis_seconds(tuned, layout_costs.cluster) else None
 
 
 def _mesh2d_program(
-    layout_costs: LayoutCosts, layered: LayeredGraph, graph: Graph, mesh: ProcessMesh
+    layout_costs: LayoutCosts, layered: LayeredGraph, tuned: mesh2d.TunedMesh
 ) -> BuiltCandidate:
+    graph, mesh = tuned.graph, tuned.mesh
     completed = replace(complete(graph, mesh), micro_batches=layered.graph.micro_batches)
     whole = mesh.members == tuple(range(mesh.size))
     every = tuple(range(max(mesh.members) + 1))
     devices = devices_of(layout_costs.cluster, mesh.shape) if whole else every
     names = {algorithm.name for algorithm in graph.algorithms.values()}
-    rows, cols = mesh.shape
-    origin = f"mesh2d: {rows} x {cols}, {', '.join(sorted(names))}"
+    origin = f"mesh2d: {' x '.join(map(str, mesh.shape))}, {', '.join(sorted(names))}"
     return build_program(layout_costs, completed, layered, devices, origin)
 
 
-def _two_axes(mesh: ProcessMesh) -> ProcessMesh:
-    if len(mesh.axes) != 2:
+def _checked_axes(mesh: ProcessMesh) -> ProcessMesh:
+    if len(mesh.axes) not in (2, 3):
         raise ShardingError(
-            f"mode mesh2d needs a mesh of two axes but the annotations name {mesh}, which has "
-            f"{len(mesh.axes)}; annotate with one such as ProcessMesh.grid(rows=2, cols=4)"
+            f"mode mesh2d needs a mesh of two axes, and maybe one for data before them, but the annotations "
+            f"name {mesh}, which has {len(mesh.axes)}; annotate with one such as "
+            f"ProcessMesh.grid(dp=2, rows=2, cols=4)"
         )
     return mesh
 

@@ -1,13 +1,14 @@
 """Mode mesh2d: layouts of two-dimensional tensor parallelism for the linear layers of a program.
 
-*In:* a serial graph, a mesh of two axes (rows, cols), a dataflow and an algorithm for each layer. *Out:* the
-graph with the annotations that follow. *Invariant:* annotations of the user stay; a layer with one that says
-otherwise, or with sizes that the mesh does not divide, is left to completion.
+*In:* a serial graph, a mesh of axes (rows, cols) or (data, rows, cols), a dataflow and an algorithm for each
+layer. *Out:* the graph with the annotations that follow. *Invariant:* annotations of the user stay; a layer
+with one that says otherwise, or with sizes that the mesh does not divide, is left to completion.
 
 Activations [batch, ..., features] are split by rows along the batch and by cols along the features, so that
 layers follow each other without a change of layout, and all other ops follow along their index rules. A
 weight [inputs, outputs] is split [rows, cols] where the result stays in place (OS) and [cols, rows] where the
 input does (LS). Where weights stay (RS), activations are turned by one layer and turned back by the next.
+An axis for data splits the batch before the other one, and gradients of weights are summed over it.
 
     %x : f32[8, 64, 512] [rows, _, cols]   %w : f32[512, 2048] [rows, cols]     matmul(%x, %w)  OS
 
@@ -36,7 +37,7 @@ from distgraph.passes.matmul_algorithms.cluster_prices import (
     product_rate,
     slice_block,
 )
-from distgraph.passes.matmul_algorithms.layer_products import Layer, dataflow
+from distgraph.passes.matmul_algorithms.layer_products import Layer, dataflow, divisors
 from distgraph.passes.matmul_algorithms.product_seconds import ONE_AXIS
 from distgraph.passes.matmul_algorithms.tuner import LayerTuning, Tuning, tune
 from distgraph.passes.search.modes.weight_stationary import weight_stationary_groups
@@ -49,7 +50,7 @@ _LAYOUTS: Final = {
     "RS": ((1, 0), (0, 1), (0, 1)),
     "RS^T": ((0, 1), (1, 0), (1, 0)),
 }
-"""Mesh axes that split the first and the last dim of input, weight and result."""
+"""Mesh axes, of rows and cols, that split the first and the last dim of input, weight and result."""
 _TOLERANCE: Final = 0.02
 """Share of its seconds by which a product may be slower by the tuner's model than with more slices."""
 
@@ -86,6 +87,28 @@ class LinearLayer:
         return self.weight.shape[1]
 
 
+@dataclass(frozen=True, slots=True)
+class TunedMesh:
+    """A program on a mesh as the tuner has it.
+
+    Attributes:
+        mesh: with axes (rows, cols) or (data, rows, cols).
+        tuning: of the products of one position along the data axis.
+        graph: with the layouts and the algorithms.
+        reduction: seconds in which the gradients of the weights are summed over the data axis.
+    """
+
+    mesh: ProcessMesh
+    tuning: Tuning
+    graph: Graph
+    reduction: float
+
+    @property
+    def seconds(self) -> float:
+        """Of the products of a step, and the sums of the gradients behind them."""
+        return self.tuning.seconds + self.reduction
+
+
 def linear_layers(graph: Graph) -> tuple[LinearLayer, ...]:
     """The linear layers of a program, in program order."""
     return tuple(filter(None, (_layer(graph, op) for op in graph.ops)))
@@ -116,7 +139,7 @@ def _is_product(spec: str) -> bool:
 
 def layouts_by_tuner(
     graph: Graph, meshes: Sequence[ProcessMesh], cluster: Cluster, algorithm: str
-) -> list[tuple[Tuning, Graph]]:
+) -> list[TunedMesh]:
     """The graph on each mesh, its layers with the dataflows and slices that the tuner chooses, best first.
 
     A layer whose largest matrix is the weight keeps it in place (RS) where the layers around it do too
@@ -124,7 +147,7 @@ def layouts_by_tuner(
 
     Args:
         graph: serial; its annotations stay.
-        meshes: of two axes.
+        meshes: of two axes, or three with one for data first.
         cluster: whose prices count.
         algorithm: "meshslice" or another that the tuner knows.
 
@@ -147,23 +170,33 @@ def layouts_by_tuner(
                 if each.dataflow == "RS":
                     slices = [_slices_of_batch(layer, mesh, count, block) for count in slices]
                 algorithms |= _algorithms(graph, layer, algorithm, slices, block)
-        found.append((tuning, replace(annotated, algorithms=algorithms)))
+        nbytes = (layer.weight.nbytes / math.prod(tuning.mesh) for layer in layers)
+        prices = ClusterPrices(cluster, data=_data(mesh))
+        reduction = sum(prices.reduction_seconds(tuning.mesh, each) for each in nbytes)
+        found.append(TunedMesh(mesh, tuning, replace(annotated, algorithms=algorithms), reduction))
     if not found:
         raise ShardingError(
             f"graph @{graph.name}: no mesh of two axes divides a linear layer of the program; use sizes and "
             f"a number of devices with common factors, or another mode"
         )
-    return sorted(found, key=lambda each: each[0].seconds)
+    return sorted(found, key=lambda each: each.seconds)
+
+
+def _data(mesh: ProcessMesh) -> int:
+    """Ranks along the axes of data parallelism, which are those before the last two."""
+    return math.prod(mesh.shape[:-2])
 
 
 def _tune(
     graph: Graph, layers: Sequence[LinearLayer], mesh: ProcessMesh, cluster: Cluster, algorithm: str
 ) -> Tuning:
     """Dataflows and slices of the layers of a program on one mesh."""
-    rows, cols = mesh.shape
-    dtype = layers[0].result.dtype
-    sizes = {layer.op: Layer(layer.op, layer.samples, layer.inputs, layer.outputs) for layer in layers}
-    prices, rate = ClusterPrices(cluster), product_rate(cluster, dtype)
+    rows, cols = mesh.shape[-2:]
+    dtype, data = layers[0].result.dtype, _data(mesh)
+    sizes = {
+        layer.op: Layer(layer.op, layer.samples // data, layer.inputs, layer.outputs) for layer in layers
+    }
+    prices, rate = ClusterPrices(cluster, data=data), product_rate(cluster, dtype)
 
     @cache
     def tuned(samples: int, inputs: int, outputs: int, forward: str, turned: bool) -> LayerTuning:
@@ -191,9 +224,8 @@ def _tune(
     for op, flow in largest.items():
         options = [option(op, forward) for forward in ([flow] if flow != "RS" else ["OS", "LS"])]
         chosen[op] = min(options, key=lambda each: each.seconds)
-    allowed = [
-        layer.op for layer in layers if largest[layer.op] == "RS" and layer.activation.shape[0] % cols == 0
-    ]
+    turning = [layer.op for layer in layers if layer.activation.shape[0] % (data * cols) == 0]
+    allowed = [op for op in turning if largest[op] == "RS"]
     for group in weight_stationary_groups(graph, [each.op for each in linear_layers(graph)], allowed):
         try:
             instead = {op: option(op, "RS", op in group.returning) for op in group.leaving | group.returning}
@@ -213,15 +245,16 @@ def _form(layer: LayerTuning) -> str:
     return "RS^T" if layer.transposed else layer.dataflow
 
 
-def one_axis_seconds(graph: Graph, tuning: Tuning, cluster: Cluster) -> float:
+def one_axis_seconds(tuned: TunedMesh, cluster: Cluster) -> float:
     """Seconds of tuned layers by the better of one-axis tensor parallelism and FSDP; inf without either.
 
     FSDP splits the batch, not the sequences: it needs a sample for each device.
     """
-    layers = linear_layers(graph)
-    devices, dtype = math.prod(tuning.mesh), layers[0].result.dtype
+    layers = linear_layers(tuned.graph)
+    devices, dtype = tuned.mesh.size, layers[0].result.dtype
     sharded = all(layer.activation.shape[0] % devices == 0 for layer in layers)
-    sizes = [layer.layer for layer in tuning.layers]
+    data = _data(tuned.mesh)
+    sizes = [replace(each.layer, samples=each.layer.samples * data) for each in tuned.tuning.layers]
     prices, rate = ClusterPrices(cluster), product_rate(cluster, dtype)
     least = math.inf
     for algorithm in ONE_AXIS if sharded else ONE_AXIS[:1]:
@@ -243,8 +276,9 @@ def one_axis_seconds(graph: Graph, tuning: Tuning, cluster: Cluster) -> float:
 
 def _divides(layer: LinearLayer, mesh: ProcessMesh) -> bool:
     """Whether both axes divide the features, and rows the batch; then every dataflow has legal slices."""
-    ranks, batch = math.lcm(*mesh.shape), layer.activation.shape[0]
-    return layer.inputs % ranks == 0 and layer.outputs % ranks == 0 and batch % mesh.shape[0] == 0
+    ranks, batch = math.lcm(*mesh.shape[-2:]), layer.activation.shape[0]
+    samples = math.prod(mesh.shape[:-1])
+    return layer.inputs % ranks == 0 and layer.outputs % ranks == 0 and batch % samples == 0
 
 
 def _slices_of_batch(layer: LinearLayer, mesh: ProcessMesh, count: int, block: int) -> int:
@@ -253,8 +287,8 @@ def _slices_of_batch(layer: LinearLayer, mesh: ProcessMesh, count: int, block: i
     A layer whose weight stays in place is sliced along the samples. The tuner counts batch * sequence
     samples, a program slices the batch alone.
     """
-    batch = layer.activation.shape[0]
-    shard = math.gcd(*(batch // ranks if batch % ranks == 0 else 1 for ranks in mesh.shape))
+    batch = layer.activation.shape[0] // _data(mesh)
+    shard = math.gcd(*(batch // ranks if batch % ranks == 0 else 1 for ranks in mesh.shape[-2:]))
     return max(each for each in range(1, count + 1) if each == 1 or shard % (each * block) == 0)
 
 
@@ -285,7 +319,7 @@ def annotate(graph: Graph, mesh: ProcessMesh, dataflows: Mapping[str, str]) -> t
 
     Args:
         graph: serial.
-        mesh: of two axes, rows and cols.
+        mesh: of two axes, rows and cols, or three with one for data first.
         dataflows: name of a layer's op -> "OS", "LS", or where its weight stays "RS^T" if its input is split
             by rows along the samples, "RS" if by cols.
 
@@ -293,17 +327,19 @@ def annotate(graph: Graph, mesh: ProcessMesh, dataflows: Mapping[str, str]) -> t
         the graph, and the names of the layers that have these layouts.
     """
     attrs, annotated = dict(graph.attrs), []
+    *data, rows, cols = mesh.axes
     for layer in linear_layers(graph):
         if layer.op not in dataflows:
             continue
         read, weight, made = _LAYOUTS[dataflows[layer.op]]
         between = [None] * (len(layer.activation.shape) - 2)
-        layouts = {
-            value: DistAttr(mesh, ShardSpec.of([mesh.axes[dims[0]], *inner, mesh.axes[dims[1]]]), ORIGIN)
-            for value, dims, inner in (
-                (layer.activation, read, between), (layer.weight, weight, []), (layer.result, made, between)
-            )
-        }  # fmt: skip
+        layouts = {}
+        for value, (first, last), before in (
+            (layer.activation, read, data), (layer.weight, weight, []), (layer.result, made, data)
+        ):  # fmt: skip
+            inner = [] if value is layer.weight else between
+            spec = ShardSpec.of([(*before, (rows, cols)[first]), *inner, (rows, cols)[last]])
+            layouts[value] = DistAttr(mesh, spec, ORIGIN)
         for op in _backward(graph, layer):  # no partial sum is passed on
             layouts[op.result] = layouts[layer.activation if _reads_weight(op, layer) else layer.weight]
             layouts[op.operands[0]] = layouts[layer.result]  # its gradient
@@ -321,11 +357,25 @@ def _fits(attrs: Mapping[str, DistAttr], value: Value, attr: DistAttr) -> bool:
 
 
 def shapes(cluster: Cluster, count: int | None = None) -> list[ProcessMesh]:
-    """All meshes (rows, cols) of all devices, or of the first `count`, neither of which is 1; on a torus only
-    blocks of it."""
+    """All meshes (rows, cols) and (dp, rows, cols) of all devices, or of the first `count`.
+
+    No axis has one rank. On a torus they are blocks of it, with dp and rows along one of its dims.
+    """
     devices = len(cluster.devices) if count is None else count
-    pairs = [(rows, devices // rows) for rows in range(2, devices // 2 + 1) if devices % rows == 0]
-    if any(on_torus(cluster, pair) for pair in pairs):
-        pairs = [pair for pair in pairs if on_torus(cluster, pair)]
-    pairs = [pair for pair in pairs if max(devices_of(cluster, pair)) < devices]
-    return [ProcessMesh.grid(rows=rows, cols=cols) for rows, cols in pairs]
+    found = []
+    for data in divisors(devices):
+        ranks = devices // data
+        found += [(data, rows, ranks // rows) for rows in divisors(ranks)[1:-1]]
+    blocks = [each for each in found if on_torus(cluster, each) or on_torus(cluster, _block(each))]
+    found = [each for each in blocks or found if max(devices_of(cluster, _block(each))) < devices]
+    return [_grid(*each) for each in found]
+
+
+def _block(shape: tuple[int, int, int]) -> tuple[int, int]:
+    return shape[0] * shape[1], shape[2]
+
+
+def _grid(data: int, rows: int, cols: int) -> ProcessMesh:
+    if data == 1:
+        return ProcessMesh.grid(rows=rows, cols=cols)
+    return ProcessMesh.grid(dp=data, rows=rows, cols=cols)

@@ -25,7 +25,7 @@ FLOWS = ("OS", "LS", "RS")
 
 @dataclass(frozen=True)
 class Product:
-    """y[m, n] = x[m, k] w[k, n], dx and dw for a given dy, all in float64."""
+    """y[m, n] = x[m, k] w[k, n], dx and dw for a given dy, all in float64; samples m also split by dp."""
 
     rows: int
     cols: int
@@ -34,10 +34,12 @@ class Product:
     m: int
     k: int
     n: int
+    data: int = 1
 
     @property
     def mesh(self) -> ProcessMesh:
-        return ProcessMesh.grid(rows=self.rows, cols=self.cols)
+        axes = {"rows": self.rows, "cols": self.cols}
+        return ProcessMesh.grid(**axes) if self.data == 1 else ProcessMesh.grid(dp=self.data, **axes)
 
     def graph(self, *, pruned: bool = True) -> Graph:
         """Without the loss, whose sum over all ranks is no part of the products, unless not `pruned`."""
@@ -47,8 +49,9 @@ class Product:
             dy = trace.source("input", "dy", (self.m, self.n), "f64")
             w = trace.source("param", "w", (self.k, self.n), "f64")
             first, last = ("cols", "rows") if self.flow == "RS" else ("rows", "cols")
-            shard_tensor(x, self.mesh, [first, last], gradient=True)
-            shard_tensor(dy, self.mesh, ["rows", "cols"])
+            data = self.mesh.axes[:-2]
+            shard_tensor(x, self.mesh, [(*data, first), last], gradient=True)
+            shard_tensor(dy, self.mesh, [(*data, "rows"), "cols"])
             weight = ["cols", "rows"] if self.flow == "LS" else ["rows", "cols"]
             attr = DistAttr(self.mesh, ShardSpec.of(weight), Origin("user", ""))
             trace.annotate(w.value, attr)
@@ -79,8 +82,10 @@ class Product:
         Those that do not stay (paper, 2.3.1): shards of one along a row of the mesh, of the other
         along a column. P ranks pass on P - 1 shards of P; in the broadcasts and reductions of SUMMA all P; in
         Cannon's algorithm they send P - 1 shards of P, and P - 1 of P ranks one more to skew the blocks.
+        With data parallelism dw is reduced over it: two times P - 1 of P shards.
         """
-        x, w, y = (8.0 * size for size in (self.m * self.k, self.k * self.n, self.m * self.n))
+        m = self.m // self.data
+        x, w, y = (8.0 * size for size in (m * self.k, self.k * self.n, m * self.n))
         by_flow = {"OS": (w, x), "LS": (w, y), "RS": (y, x)}
         along_rows, along_cols = by_flow[self.flow]
         ranks = self.rows * self.cols
@@ -91,7 +96,8 @@ class Product:
         rows, cols = (
             shards.get(self.algorithm.name, lambda size: size - 1)(size) for size in (self.rows, self.cols)
         )
-        return 3 * (rows * along_rows + cols * along_cols) / ranks
+        reduced = 2 * w * (self.data - 1) / self.data
+        return (3 * (rows * along_rows + cols * along_cols) + reduced) / ranks
 
 
 @cache
@@ -103,7 +109,11 @@ def _arrays(m: int, k: int, n: int) -> tuple[dict[str, np.ndarray], dict[str, np
     )
 
 
-def product(rows: int, cols: int, flow: str, name: str, slices: int = 1, block: int = 1) -> Product:
+def product(
+    rows: int, cols: int, flow: str, name: str, slices: int = 1, block: int = 1, data: int = 1
+) -> Product:
     """A product whose sizes fit mesh, slices and block, all different."""
     unit = int(np.lcm(rows, cols)) * slices * block
-    return Product(rows, cols, flow, MatmulAlgorithm(name, slices, block), 3 * unit, unit, 2 * unit)
+    return Product(
+        rows, cols, flow, MatmulAlgorithm(name, slices, block), 3 * unit * data, unit, 2 * unit, data
+    )
