@@ -45,7 +45,7 @@ def getitem(x: Any, key: Any) -> Tensor:
             stops.append(max(start, stop))
             strides.append(stride)
             shape.append(length)
-        elif _is_index(part):
+        elif isinstance(part, (int, np.integer)) and not isinstance(part, (bool, np.bool_)):
             at = operator.index(part)
             if not -n <= at < n:
                 raise GraphError(f"index {at} is out of range for dim {dim} of {tensor.value.type}")
@@ -75,10 +75,6 @@ def getitem(x: Any, key: Any) -> Tensor:
         cut = emit_one("flip", cut, dims=tuple(flips))
     result = reshape_to(cut, tuple(shape))
     return result if rows is None else take(result, rows[1], rows[0])
-
-
-def _is_index(part: Any) -> bool:
-    return isinstance(part, (int, np.integer)) and not isinstance(part, (bool, np.bool_))
 
 
 def _expand(x: Tensor, key: tuple[Any, ...]) -> list[Any]:
