@@ -35,6 +35,7 @@ from distgraph.plan.components import (
 )
 from distgraph.plan.decisions import Decisions
 from distgraph.plan.export import Export, Surface, export
+from distgraph.plan.placement import PlacedRanks
 from distgraph.plan.plan_diff import changed
 from distgraph.plan.report import CHANGED, Comparison, compared, shown, stage_cells, told
 from distgraph.plan.schema import DECIDED, VERSION, document, read_fields
@@ -60,6 +61,7 @@ class Plan(Decisions):
         tensors: name -> where an input, parameter or state lies.
         ops: per layer how its ops are computed.
         rest: the same for ops that belong to no layer.
+        placement: machine and device of every rank; empty where there was no cluster.
         surface: shapes, and borders of modules, which `export` needs; None where nobody looked.
         forecast: of a step; None where there is no cluster.
         baselines: name -> seconds of a step of a plan to compare with, or why it has none.
@@ -90,6 +92,7 @@ class Plan(Decisions):
     tensors: Mapping[str, Stored]
     ops: tuple[LayerOps, ...]
     rest: Rest = field(default_factory=Rest)
+    placement: tuple[PlacedRanks, ...] = ()
     surface: Surface | None = None
     forecast: Estimate | None = None
     baselines: Mapping[str, float | str] = field(default_factory=dict)

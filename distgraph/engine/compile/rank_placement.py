@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from distgraph.ir.dtypes import itemsize
 from distgraph.ir.graph import Graph
+from distgraph.plan.placement import PlacedRanks
 from distgraph.resources import Cluster, RankMapping, Requirement, map_ranks
 from distgraph.resources.rank_mapping import GIVEN
 from distgraph.runtime.forecast.traffic_matrix import exchanged_bytes
@@ -38,6 +39,35 @@ def place_ranks(
     crossing = sum(sent for (a, b), sent in traffic.items() if machine[a] != machine[b])
     required = tuple(Requirement(memory=_resident(lowered, rank)) for rank in range(len(devices)))
     return RankMapping(cluster, tuple(devices), "bytes", crossing, None, None, GIVEN, traffic, required)
+
+
+def placement_of(cluster: Cluster, devices: Sequence[int]) -> tuple[PlacedRanks, ...]:
+    """The placement that a plan states: the device of every rank as a device of a named machine.
+
+    Args:
+        cluster: the devices.
+        devices: device of every rank.
+    """
+    groups: dict[tuple[int, str, str, float], list[tuple[int, int]]] = {}
+    for rank, number in enumerate(devices):
+        device = cluster.devices[number]
+        group = groups.setdefault((device.machine, device.type, device.model, device.memory), [])
+        group.append((rank, number))
+    parts = []
+    for (machine, kind, model, memory), pairs in sorted(groups.items()):
+        equal = [n for n in cluster.machines[machine].devices if cluster.devices[n].type == kind]
+        parts.append(
+            PlacedRanks(
+                machine=cluster.machines[machine].name,
+                type=kind,
+                model=model,
+                memory=int(memory),
+                count=len(equal),
+                ranks=tuple(rank for rank, _ in pairs),
+                devices=tuple(equal.index(number) for _, number in pairs),
+            )
+        )
+    return tuple(parts)
 
 
 def _resident(graph: Graph, rank: int) -> float:
