@@ -107,7 +107,7 @@ def evaluate_data_parallel(state: SearchState, eligible: bool, hopeless: bool = 
 
 def evaluate_single_devices(state: SearchState) -> Iterator[Event]:
     """One device of each kind, as long as parameters and states fit: nothing else is as fast to try."""
-    if state.single_stage_breaks():
+    if state.single_stage_breaks() or state.layout_costs.named_axes:
         return
     layered = state.layout_costs.layered_graph(state.constraints.start.micro_batches)
     recompute = state.constraints.recomputed(len(layered.layers)) or ()
@@ -158,7 +158,7 @@ def evaluate_mesh2d_where_it_gains(state: SearchState) -> Iterator[Event]:
     best = state.best
     counts = [1] if best is None else [1, int(best.choices["micro_batches"])]
     for micro_batches in dict.fromkeys(state.constraints.among("micro_batches", counts)):
-        if state.expired() or state.single_stage_breaks():
+        if state.expired() or state.single_stage_breaks() or state.layout_costs.named_axes:
             return
         limit = math.inf if best is None else best.seconds
         build = mesh2d_where_it_gains(state.layout_costs, micro_batches, limit)
@@ -239,6 +239,8 @@ def _double_recursion(state: SearchState) -> Evaluation | str:
     broken = state.single_stage_breaks()
     if broken:
         return f"left out: {broken} is given"
+    if state.layout_costs.named_axes:
+        return f"left out: annotations name the axes {', '.join(state.layout_costs.named_axes)}"
     start = state.constraints.start.micro_batches
     micro_batches = start if state.best is None else int(state.best.choices["micro_batches"])
     try:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from distgraph.engine.search_driver.candidate import Candidate, StageChoice
 from distgraph.engine.search_driver.layout_costs import LayoutCosts, Variant
 from distgraph.engine.search_driver.load_balancing import shared_shapes
-from distgraph.engine.search_driver.search_space import Shape, shapes_of
+from distgraph.engine.search_driver.search_space import Shape
 from distgraph.passes.search.inter_op.schedule_costs import Border, simulated_makespan
 from distgraph.passes.search.inter_op.stage_costs import (
     Config,
@@ -175,9 +175,14 @@ def shapes_for(layout_costs: LayoutCosts, micro_batches: int, submesh: SubMesh) 
     """Logical meshes of a sub-mesh, in one pool or across several."""
     pools = [p for p, size in zip(layout_costs.pools, submesh.sizes, strict=True) if size]
     if len(pools) > 1:
-        return shared_shapes(layout_costs, micro_batches, submesh)
-    shapes = shapes_of(pools[0], submesh.size)
-    if layout_costs.restriction == "none" or not 1 < submesh.size <= pools[0].machine:
+        shapes = shared_shapes(layout_costs, micro_batches, submesh)
+        return tuple(shape for shape in shapes if layout_costs.allows(micro_batches, shape))
+    shapes = layout_costs.shapes(micro_batches, pools[0], submesh.size)
+    if (
+        layout_costs.named_axes
+        or layout_costs.restriction == "none"
+        or not 1 < submesh.size <= pools[0].machine
+    ):
         return shapes
     return (*shapes, Shape((("tp", submesh.size),)))  # under a restriction axes differ by their names
 
@@ -197,7 +202,7 @@ def may_fit(layout_costs: LayoutCosts, micro_batches: int, whole: SubMesh, large
     if len(layout_costs.pools) > 1:
         return True
     (pool,) = layout_costs.pools
-    shapes = shapes_of(pool, whole.size)
+    shapes = layout_costs.shapes(micro_batches, pool, whole.size)
     restriction = layout_costs.restriction
     layout_costs.prepare_variants(micro_batches, [(whole, shape) for shape in shapes], restriction)
     for shape in shapes:
