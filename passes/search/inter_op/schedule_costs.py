@@ -35,13 +35,16 @@ def makespan(
     micro_batches: int,
     transfer: Sequence[float] = (),
     step: Sequence[float] = (),
+    occupied: Sequence[float] | None = None,
 ) -> float:
     """Seconds of one training step of a pipeline.
 
-    A transfer between two stages counts like a stage. Work of a stage that runs once a step, such as the
-    synchronisation of gradients, follows its last micro-batch:
+    A transfer between two stages counts like a stage: a micro-batch waits for it both ways, and the most
+    occupied link cannot begin the next one earlier. Messages of both directions use different links where
+    these are full duplex. Work of a stage that runs once a step, such as the synchronisation of gradients,
+    follows its last micro-batch:
 
-        fill (sum_i t_i + sum_j x_j) + max(max_i (m - fill) t_i + s_i, max_j (m - fill) x_j)
+        fill (sum_i t_i + sum_j x_j) + max(max_i (m - fill) t_i + s_i, max_j (m - fill) y_j)
 
     Args:
         schedule: the schedule, of which `fill` is used.
@@ -50,6 +53,8 @@ def makespan(
         transfer: x, seconds of the transfers (forward and backward) after each stage but the last, for one
             micro-batch; empty if transfers cost nothing.
         step: s, seconds of each stage once a step; empty if there are none.
+        occupied: y, seconds for which a transfer occupies its most occupied link; None for those of the
+            transfers.
 
     Example:
         >>> from distgraph.plan.pipeline_schedules import ONE_F_ONE_B
@@ -60,7 +65,8 @@ def makespan(
     once = step or [0.0] * len(times)
     rounds = micro_batches - schedule.fill
     last = max(rounds * t + s for t, s in zip(times, once, strict=True))
-    return schedule.fill * (sum(times) + sum(transfer)) + max([last, *(rounds * x for x in transfer)])
+    longest = max(transfer if occupied is None else occupied, default=0.0)
+    return schedule.fill * (sum(times) + sum(transfer)) + max(last, rounds * longest)
 
 
 _FOLLOWED = 256
