@@ -99,8 +99,8 @@ def _expand(x: Tensor, key: tuple[Any, ...]) -> list[Any]:
     fill = [slice(None)] * (x.ndim - used)
     if not ellipses:
         return [*key, *fill]
-    at = next(i for i, part in enumerate(key) if part is Ellipsis)
-    return [*key[:at], *fill, *key[at + 1 :]]
+    position = next(i for i, part in enumerate(key) if part is Ellipsis)
+    return [*key[:position], *fill, *key[position + 1 :]]
 
 
 def _is_array(part: Any) -> bool:

@@ -141,9 +141,9 @@ def _steady_ends(
     count = len(forward)
     period, turn = max(link_totals(messages).values(), default=0.0), 0.0  # turn: from a stage and back to it
     for stage in reversed(range(count)):
-        own = forward[stage] + backward[stage]
-        turn += own + (2 * transfer[stage] if stage + 1 < count else 0.0)
-        period = max(period, own, turn / schedule.in_flight(stage, count, micro_batches))
+        busy = forward[stage] + backward[stage]
+        turn += busy + (2 * transfer[stage] if stage + 1 < count else 0.0)
+        period = max(period, busy, turn / schedule.in_flight(stage, count, micro_batches))
     ends = [turn + (micro_batches - 1) * period]
     for stage in range(count - 1):
         ends.append(ends[-1] - backward[stage] - transfer[stage])
@@ -184,14 +184,14 @@ def _last_ends(
     def part(stage: int, time: float) -> int | None:
         """What a stage begins: 0 a forward part, 1 a backward part; None if neither can begin."""
         turned = begun[0][stage] == micro_batches or not schedule.forward_is_done_first
-        found = [
+        candidates = [
             (schedule.priority(phase, begun[which][stage], 0), which)
             for which, phase in enumerate(_SIDES)
             if (turned or which == 0)
             and time >= _entry(ready[which][stage], begun[which][stage])
             and has_room(which, stage, time)
         ]
-        return min(found)[1] if found else None
+        return min(candidates)[1] if candidates else None
 
     while events:
         time, stage, side, earliest = heapq.heappop(events)
