@@ -265,24 +265,23 @@ def mesh2d_programs(
 
 
 def mesh2d_where_it_gains(
-    layout_costs: LayoutCosts, micro_batches: int, seconds: float
-) -> Callable[[], BuiltCandidate] | None:
-    """The best program of two-dimensional tensor parallelism by the tuner's model, where that may be fastest.
+    layout_costs: LayoutCosts, micro_batches: int, seconds: float, most: int
+) -> list[Callable[[], BuiltCandidate]]:
+    """Programs of two-dimensional tensor parallelism that may be fastest by the tuner's model, best first.
 
     Args:
         layout_costs: of the program.
         micro_batches: in a step.
-        seconds: of the best step so far. The products alone must take less, and less than on one axis.
+        seconds: of the best step so far. The products alone must take less.
+        most: shapes of the mesh, those with the best estimates.
     """
     if len(layout_costs.pools) > 1:
-        return None
+        return []
     try:
-        tuned, build = next(mesh2d_programs(layout_costs, micro_batches, "meshslice", 1))
+        programs = list(mesh2d_programs(layout_costs, micro_batches, "meshslice", most))
     except (ShardingError, InfeasibleError):  # no mesh of two axes divides the program
-        return None
-    if tuned.seconds * micro_batches >= seconds:
-        return None
-    return build if tuned.seconds < mesh2d.one_axis_seconds(tuned, layout_costs.cluster) else None
+        return []
+    return [build for tuned, build in programs if tuned.seconds * micro_batches < seconds]
 
 
 def _mesh2d_program(

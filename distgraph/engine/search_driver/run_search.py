@@ -106,10 +106,10 @@ def search_everything(state: SearchState) -> Iterator[Event]:
     yield from search_micro_batch_counts(state)
     yield from evaluate_single_pools(state)
     yield from evaluate_uniform_and_recursive(state)
+    yield from evaluate_mesh2d_where_it_gains(state)
     yield from local_search(state)
     if (error := state.evaluations.estimate_error) is not None:
         yield Event(f"estimates are {error:.1%} off the forecasts on average")
-    yield from evaluate_mesh2d_where_it_gains(state)
 
 
 def search_given_meshes(state: SearchState) -> Iterator[Event]:
