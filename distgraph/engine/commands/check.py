@@ -31,9 +31,9 @@ from distgraph.ir.reference_interpreter import interpret
 from distgraph.ir.sharding_spec import DistAttr
 from distgraph.passes.pass_pipeline import Pipeline, pipeline
 from distgraph.passes.pass_registry import Pass
+from distgraph.runtime.execute.process_group import InProcessWorld
 from distgraph.runtime.execute.worker import Worker
 from distgraph.runtime.program.build import Build, build
-from distgraph.runtime.transport.inprocess import run_ranks
 
 Array = Any
 Arrays = Mapping[str, Array]
@@ -200,10 +200,9 @@ def _sources(graph: Graph, inputs: Arrays, params: Arrays) -> dict[str, Array]:
 
 
 def _run(built: Build, known: Arrays) -> list[dict[str, Array]]:
-    graph = built.lowered
+    graph, world = built.lowered, InProcessWorld(max(built.ranks) + 1)
 
-    def work(transport: Any) -> dict[str, Array]:
-        rank = transport.rank
+    def work(rank: int) -> dict[str, Array]:
         if rank not in built.ranks:
             return {}
         sources, feeds = {}, {}
@@ -216,10 +215,13 @@ def _run(built: Build, known: Arrays) -> list[dict[str, Array]]:
                 sources[op.name] = block
             else:
                 feeds[str(op.attrs["name"])] = [block] if array.shape else array[()]
-        worker = Worker(built.program(rank), built.schedule, transport, np, sources)
+        worker = Worker(built.program(rank), built.schedule, world.transport(rank), np, sources)
         return {name: np.array(block) for name, block in worker.step(feeds).items()}
 
-    return run_ranks(max(built.ranks) + 1, work)
+    try:
+        return list(world.run(work).values())
+    finally:
+        world.close()
 
 
 def _join_all(
