@@ -50,10 +50,8 @@ rate = schedules.warmup(schedules.cosine(3e-3, steps=len(train) // 32), steps=20
 engine = dg.Engine(GPT(), nn.CrossEntropy(), optim.AdamW(lr=rate, clip_norm=1.0))
 history = engine.fit(train, epochs=1, batch_size=32, valid_data=valid)
 
-text, dice = "    def __init__(self", np.random.default_rng(0)
-for _ in range(20 if QUICK else 300):
-    window = np.frombuffer(text[-LENGTH:].encode("latin1").ljust(LENGTH), np.uint8).astype("i4")
-    logits = engine.predict(window[None])[0, min(len(text), LENGTH) - 1]
-    text += chr((logits / 0.5 + dice.gumbel(size=256)).argmax())  # drawn from softmax(logits / 0.5)
+prompt = list(b"    def __init__(self")  # tokens are bytes
+(text,) = engine.generate([prompt], 20 if QUICK else 300, temperature=0.7, keep=LENGTH // 2)
 if engine.is_chief:
-    print(engine.plan, f"loss {history.losses[0]:.2f} -> {history.losses[-1]:.2f}", text, sep="\n\n")
+    print(engine.plan, f"loss {history.losses[0]:.2f} -> {history.losses[-1]:.2f}", sep="\n\n")
+    print(bytes(text.tolist()).decode("latin1"))

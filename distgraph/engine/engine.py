@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,24 +18,24 @@ from distgraph.engine.checkpoint_retention import Checkpoints
 from distgraph.engine.commands.interrupt import deferred
 from distgraph.engine.commands.overrides import cluster_given, plan_for
 from distgraph.engine.commands.script_runner import offer_program, offer_step
+from distgraph.engine.compile.conflict_warning import warn_conflicts
 from distgraph.engine.compile.plan_apply import check_batch
 from distgraph.engine.compile.plan_extract import extract_plan
 from distgraph.engine.compile.program_forecast import check_outputs, cluster_for, forecast_training
 from distgraph.engine.compile.program_summary import PlanView
 from distgraph.engine.compile.strategy_passes import strategy_pipeline
 from distgraph.engine.compile.training_spec import TrainingSpec, metric_names
-from distgraph.engine.conflict_warning import warn_conflicts
-from distgraph.engine.data import Batch, DataLoader, as_source, stand_ins, whole
+from distgraph.engine.data import DataLoader, as_source, stand_ins, whole
 from distgraph.engine.executable import Compiled
+from distgraph.engine.generation import Limits, Sampling, generate
 from distgraph.engine.history import History, Means
-from distgraph.engine.nonfinite import described, fault_of, refuse_step, skipped_steps, warn_step
+from distgraph.engine.nonfinite import apply_policy, fault_of, skipped_steps
 from distgraph.engine.parameter_store import Memory, assign_tensors, gather_tensors
 from distgraph.engine.session import Session
 from distgraph.engine.validation import check_parts, check_training
 from distgraph.errors import RuntimeFault
 from distgraph.ir.dtypes import is_integer
 from distgraph.kernels.random import random_key
-from distgraph.nn import Module
 from distgraph.optim import Optimizer
 from distgraph.plan.plan import Plan
 from distgraph.plan.strategy import Strategy
@@ -109,8 +110,6 @@ class Engine:
     def training_spec(self) -> TrainingSpec:
         """Model, loss, optimiser, metrics and strategy; the strategy without what a plan decides."""
         return self._session.training_spec
-
-    # Public interface
 
     def prepare(self, batch: Any) -> PlanView:
         """Trace, plan and compile the training program, without running it or making a parameter.
@@ -248,6 +247,40 @@ class Engine:
         outputs = {label: np.concatenate(arrays) for label, arrays in parts.items()}
         return outputs["output"] if list(outputs) == ["output"] else outputs
 
+    def generate(
+        self,
+        prompts: Any,
+        max_new_tokens: int,
+        *,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        end_token: int | None = None,
+        length: int | None = None,
+        keep: int | None = None,
+        seed: int = 0,
+    ) -> list[np.ndarray]:
+        """Continue sequences of tokens by a causal language model (docs/generation.md). Collective.
+
+        Args:
+            prompts: [b, s] integers, or b sequences of any lengths. The model maps tokens [b, n] to logits.
+            max_new_tokens: for each sequence.
+            temperature, top_k, top_p: see `Sampling`; by default the most probable token is chosen.
+            end_token: ends a sequence.
+            length: positions of the model; by default those of the samples it was trained with.
+            keep: when all positions are used up, go on from so many last tokens; None raises instead.
+            seed: of the choices.
+
+        Returns:
+            each prompt and what follows it, up to and with its end token.
+
+        Raises:
+            GraphError: arguments do not fit; the model is not causal, or returns something else than logits.
+        """
+        enter("engine.generate()")
+        limits = Limits(max_new_tokens, length, keep, end_token)
+        return generate(self._session, prompts, limits, Sampling(temperature, top_k, top_p), seed)
+
     def dataloader(
         self,
         data: Any,
@@ -280,13 +313,12 @@ class Engine:
         unread = unread_of(self._loaded, self.memory.records, self._session.programs.values())
         placed |= unread
         block = blocks_of(self._loaded, unread, self.memory.block)
-        unused = [name for name in self._expected() if name not in placed]
+        unused = [name for name in self._session.expected() if name not in placed]
         training = {
             "distgraph": distgraph.__version__, "run": self._run,
             "step": self.step, "epoch": self.epoch, "position": self.position, "seed": self.seed,
             "unused": unused, "losses": self.history.losses, "epochs": self.history.epochs,
-            "skipped": self.history.skipped,
-            "means": [self._means.terms, self._means.count],
+            "skipped": self.history.skipped, "means": [self._means.terms, self._means.count],
         }  # fmt: skip
         with deferred():
             fault = fault_of(self.training_spec.model, self.memory)
@@ -309,7 +341,7 @@ class Engine:
         """
         enter("engine.load()")
         checkpoint = Checkpoint.open(path)
-        expected = self._expected()
+        expected = self._session.expected()
         if expected:
             checkpoint.check(expected)
         check_records(checkpoint, self.memory.records, states, set(expected))
@@ -322,15 +354,15 @@ class Engine:
         index = checkpoint.index
         self.step, self.epoch, self.position = index["step"], index["epoch"], index["position"]
         self.seed = self.memory.seed = index["seed"]
-        skipped = list(index.get("skipped", ()))  # older checkpoints know of none
-        self.history = History(list(index["losses"]), list(index["epochs"]), skipped)
+        skipped = index.get("skipped", ())  # older checkpoints know of none
+        self.history = History(list(index["losses"]), list(index["epochs"]), list(skipped))
         self._means, self._run = Means(*index["means"]), index["run"] or self._run
 
     def parameters(self) -> dict[str, np.ndarray]:
         """Parameters and buffers of the model by name, as whole arrays. Collective: every process calls it.
         Raises RuntimeFault when no program has been compiled yet."""
         enter("engine.parameters()")
-        return gather_tensors(self._session.ranks(), self.memory, self._expected())
+        return gather_tensors(self._session.ranks(), self.memory, self._session.expected())
 
     def assign(self, arrays: Mapping[str, Any]) -> None:
         """Set parameters and buffers of these names to whole arrays; optimiser states stay. Collective.
@@ -340,7 +372,7 @@ class Engine:
             GraphError: there is no tensor of a name, or it does not fit; then none is set.
         """
         enter("engine.assign()")
-        assign_tensors(self._session.ranks(), self.memory, self._expected(), arrays)
+        assign_tensors(self._session.ranks(), self.memory, self._session.expected(), arrays)
 
     @property
     def checkpoints(self) -> Checkpoints:
@@ -353,12 +385,9 @@ class Engine:
 
         Raises:
             RuntimeFault: no program has been compiled yet."""
-        compiled = self._compiled("plan")
+        compiled = self._session.first_program("plan")
         build, mapping = compiled.build, compiled.mapping
-
-        def portable() -> Plan:
-            return extract_plan(compiled.request, build, mapping, self.cluster)
-
+        portable = functools.partial(extract_plan, compiled.request, build, mapping, self.cluster)
         return PlanView(build, compiled.mode, mapping, portable, self.training_spec.strategy)
 
     def forecast(
@@ -386,7 +415,7 @@ class Engine:
             ResourceError: there is no cluster, it has too few devices, or gives no number that a cost needs;
                 there is no such runtime.
         """
-        compiled = self._compiled("forecast")
+        compiled = self._session.first_program("forecast")
         timeline = check_outputs(html, measured)
         chosen = load_cluster(cluster) if isinstance(cluster, (str, Path)) else cluster
         chosen = cluster_for(chosen, self.cluster, "forecast(cluster=...)")
@@ -423,23 +452,6 @@ class Engine:
         """End the ranks' threads. The engine starts them again when it is used again."""
         self._session.close()
 
-    # Implementation
-
-    def _compiled(self, purpose: str) -> Compiled:
-        """The first program, that of training before others."""
-        for mode in ("train", "evaluate", "predict"):
-            for compiled in self._session.programs.values():
-                if compiled.mode == mode:
-                    return compiled
-        raise RuntimeFault(f"engine has no {purpose} yet; call prepare(batch) or fit first")
-
-    def _expected(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Parameters and buffers of the model if it is a Module, else those of the compiled programs."""
-        model = self.training_spec.model
-        if isinstance(model, Module):
-            return {name: (p.shape, p.dtype) for name, p in model.named_tensors()}
-        return {name: (r.shape, r.dtype) for name, r in self.memory.records.items() if r.kind == "param"}
-
     def _fit_epoch(self, loader: DataLoader, valid_data: Any, watchers: Sequence[Callback]) -> None:
         for watcher in watchers:
             watcher.on_epoch_begin(self, self.epoch, len(loader))
@@ -450,7 +462,7 @@ class Engine:
             logs = self.run(batch)
             if not self._conflicts_reported:
                 self._conflicts_reported = True
-                warn_conflicts(self._compiled("plan").build.completed)
+                warn_conflicts(self._session.first_program("plan").build.completed)
             if self.step not in self.history.skipped[-1:]:
                 self._means.add(logs, len(batch))
             for watcher in watchers:
@@ -463,10 +475,8 @@ class Engine:
             steps = -(-loader.stop // loader.batch_size)
             logs["skipped_steps"] = skipped_steps(self._means, self.history, self.step, steps, loader.epoch)
         if valid_data is not None:
-            logs |= {
-                f"valid_{name}": number
-                for name, number in self.evaluate(valid_data, loader.batch_size).items()
-            }
+            valid_logs = self.evaluate(valid_data, loader.batch_size)
+            logs |= {f"valid_{name}": number for name, number in valid_logs.items()}
         logs = self._session.ranks().share(logs, 0)
         self.history.epochs.append(logs)
         for watcher in watchers:
@@ -474,21 +484,12 @@ class Engine:
 
     def _check_finite(self, compiled: Compiled, batch: Any, logs: dict[str, float]) -> None:
         """Apply Strategy.nonfinite to a step with nonfinite loss or gradients. Raises NonFiniteError."""
-        nonfinite = self._session.nonfinite(compiled)
-        if nonfinite is None:
-            return
-        policy, step = self.training_spec.strategy.nonfinite, self.step + 1
-        location = (
-            f" (epoch {batch.epoch}, samples from {batch.position})" if isinstance(batch, Batch) else ""
-        )
-        problem = described(nonfinite, logs["loss"], f"step {step}{location}")
-        if policy == "raise":
-            raise refuse_step(problem)
-        if policy == "skip":
-            self.history.skipped.append(step)
-        elif not self._warned:
-            self._warned = True
-            warn_step(problem)
+        nonfinite, step = self._session.nonfinite(compiled), self.step + 1
+        if nonfinite is not None:
+            policy = self.training_spec.strategy.nonfinite
+            self._warned = apply_policy(policy, nonfinite, logs["loss"], step, batch, warned=self._warned)
+            if policy == "skip":
+                self.history.skipped.append(step)
 
     def _scalars(self) -> dict[str, Any]:
         """Scalar inputs of a step."""

@@ -61,7 +61,7 @@ class Overhead:
         )
         engine = Engine(nn.Linear(2, 2), nn.CrossEntropy(), optim.SGD(lr=1e-3), strategy=strategy)
         engine.run(batch)
-        for worker in engine._compiled("training program").workers.values():
+        for worker in engine._session.first_program("training program").workers.values():
             self._watch(worker)
         return engine
 

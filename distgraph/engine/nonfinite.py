@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from distgraph.engine.data import Batch
 from distgraph.engine.history import History, Means
 from distgraph.engine.parameter_store import Memory
 from distgraph.errors import NonFiniteError
@@ -63,6 +64,30 @@ def skipped_steps(means: Means, history: History, step: int, steps: int, epoch: 
     return float(sum(number > step - steps for number in history.skipped))
 
 
+def apply_policy(policy: str, found: Found, loss: float, step: int, batch: Any, *, warned: bool) -> bool:
+    """Handle a step with values that are not finite as `Strategy.nonfinite` says.
+
+    Args:
+        policy: raise, skip or warn.
+        found: counts of all ranks, as `Compiled.nonfinite` returns them.
+        loss, step, batch: those of the step; the place of a `Batch` in its epoch is part of the message.
+        warned: whether there was a warning before; it is given once.
+
+    Returns:
+        whether there was a warning.
+
+    Raises:
+        NonFiniteError: the policy is raise.
+    """
+    location = f" (epoch {batch.epoch}, samples from {batch.position})" if isinstance(batch, Batch) else ""
+    problem = described(found, loss, f"step {step}{location}")
+    if policy == "raise":
+        raise refuse_step(problem)
+    if policy == "warn" and not warned:
+        warn_step(problem)
+    return warned or policy == "warn"
+
+
 def refuse_step(problem: str) -> NonFiniteError:
     """The error of a step that is not applied."""
     return NonFiniteError(
@@ -78,7 +103,7 @@ def warn_step(problem: str) -> None:
         warnings.warn(
             f'{problem}; Strategy(nonfinite="warn") trains on with it, and does not say so again',
             RuntimeWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
 
 

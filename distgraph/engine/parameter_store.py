@@ -51,6 +51,7 @@ class Memory:
         self.seed = seed
         self.parameters = {} if parameters is None else parameters
         self.records: dict[str, Record] = {}
+        self.caches: dict[str, Record] = {}  # keys and values of generation, in no checkpoint
         self.reader: Reader | None = None
         self.devices: dict[int, Device] = {}
         self.damaged = ""
@@ -69,17 +70,25 @@ class Memory:
         """
         for op in graph.sources("param", "state"):
             name, value, attr = str(op.attrs["name"]), op.result, graph.attrs[op.name]
-            existing = self.records.get(name)
+            records = self.caches if "transient" in op.attrs else self.records
+            existing = records.get(name)
             if existing is None:
                 init = tuple(op.attrs.get("init", ("zeros",)))
                 attr = DistAttr(attr.mesh, ShardSpec(attr.spec.dims), attr.origin)
-                self.records[name] = Record(op.kind, value.shape, value.dtype, init, attr)
+                records[name] = Record(op.kind, value.shape, value.dtype, init, attr)
             elif (existing.shape, existing.dtype) != (value.shape, value.dtype):
                 raise GraphError(
                     f"{op.kind} {name} is {value.type} but was {existing.dtype}{list(existing.shape)} in an "
                     f"earlier program; "
                     "shapes of parameters must not depend on the batch"
                 )
+
+    def drop_caches(self) -> None:
+        """Free the keys and values of generation."""
+        for blocks in self._blocks.values():
+            for name in self.caches:
+                blocks.pop(name, None)
+        self.caches.clear()
 
     def check_whole(self) -> None:
         """Raises RuntimeFault when the blocks are damaged."""
@@ -94,7 +103,7 @@ class Memory:
         values = {}
         for op in graph.sources("param", "state"):
             name = str(op.attrs["name"])
-            record = self.records[name]
+            record = self.records.get(name) or self.caches[name]
             if rank in record.attr.mesh:
                 if name not in blocks:
                     blocks[name] = self._make(name, record, rank)
@@ -121,6 +130,8 @@ class Memory:
         """Overwrite the present blocks of a rank with those of a checkpoint."""
         device = self._device(rank)
         for name, block in self._blocks.get(rank, {}).items():
+            if name in self.caches:
+                continue
             record = self.records[name]
             stored = self._stored(reader, name, record, rank)
             with device.working():
@@ -130,7 +141,7 @@ class Memory:
         return self.devices.get(rank, _HOST)
 
     def _make(self, name: str, record: Record, rank: int) -> Any:
-        if self.reader is not None:
+        if self.reader is not None and name not in self.caches:
             stored = self._stored(self.reader, name, record, rank)
             if stored is not None:
                 return self._device(rank).asarray(stored)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,6 @@ from distgraph.engine.compile.compile_request import CompileRequest
 from distgraph.engine.compile.derived_programs import reference_of
 from distgraph.engine.compile.dump import write
 from distgraph.engine.compile.plan_apply import check_batch, layouts_of, with_plan_settings
-from distgraph.engine.compile.rank_placement import check_device_type
 from distgraph.engine.compile.training_spec import TrainingSpec
 from distgraph.engine.data import Batch, Field
 from distgraph.engine.executable import Compiled
@@ -24,14 +23,15 @@ from distgraph.engine.replicas import different_replicas
 from distgraph.errors import RuntimeFault
 from distgraph.ir.graph import Graph
 from distgraph.ir.sharding_spec import DistAttr
+from distgraph.nn import Module
 from distgraph.plan.plan import Plan
 from distgraph.resources import Cluster
 from distgraph.runtime.execute.device import array_namespace, take_device
 from distgraph.runtime.execute.process_group import World, make_world
 from distgraph.runtime.execute.recorder import Recorder, Recording, contents
 
-Key = tuple[str, int, tuple[tuple[str, Field], ...]]
-"""Mode, samples of a batch, fields of a sample."""
+Key = tuple[str, int, tuple[tuple[str, Field], ...], int]
+"""Mode, samples of a batch, fields of a sample, positions of a sequence in the mode generate."""
 
 
 @dataclass(slots=True)
@@ -69,8 +69,13 @@ class Session:
             layouts = self._layouts | layouts
         return CompileRequest(self.training_spec, mode, len(batch), batch.fields(), layouts, self.plan)
 
-    def program(self, mode: str, batch: Batch) -> Compiled:
+    def program(self, mode: str, batch: Batch, sequence: int = 0) -> Compiled:
         """The program for batches like this one, compiled at first use.
+
+        Args:
+            mode: train, evaluate, predict or generate.
+            batch: an example; in the mode generate, the tokens of a step.
+            sequence: positions of a whole sequence, in the mode generate.
 
         Raises:
             RuntimeFault: the batch is empty.
@@ -81,9 +86,12 @@ class Session:
         if len(batch) == 0:
             raise RuntimeFault("batch has 0 samples; there is nothing to do")
         fields = batch.fields()
-        key = (mode, len(batch), tuple(fields.items()))
+        key = (mode, len(batch), tuple(fields.items()), sequence)
         if key not in self.programs:
-            request = self._with_plan(self.compile_request(mode, batch))
+            if mode == "generate":
+                self._keep_caches(len(batch), sequence)
+            request = replace(self.compile_request(mode, batch), sequence=sequence)
+            request = self._with_plan(request)
             build, mapping = compile_program(request, self.cluster, self._reference_of(request))
             self.memory.adopt(build.completed)
             if request.planned:
@@ -91,6 +99,28 @@ class Session:
             names = {name: field for field, name in self.training_spec.names(tuple(fields), mode).items()}
             self.programs[key] = Compiled(request, build, names, mapping)
         return self.programs[key]
+
+    def first_program(self, purpose: str) -> Compiled:
+        """A program, that of training before others. Raises RuntimeFault when nothing is compiled."""
+        for mode in ("train", "evaluate", "predict"):
+            for compiled in self.programs.values():
+                if compiled.mode == mode:
+                    return compiled
+        raise RuntimeFault(f"engine has no {purpose} yet; call prepare(batch) or fit first")
+
+    def expected(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shape and dtype of the parameters and buffers of the model, or of the programs of a function."""
+        model = self.training_spec.model
+        if isinstance(model, Module):
+            return {name: (p.shape, p.dtype) for name, p in model.named_tensors()}
+        return {name: (r.shape, r.dtype) for name, r in self.memory.records.items() if r.kind == "param"}
+
+    def _keep_caches(self, size: int, sequence: int) -> None:
+        """Drop generation for batches or sequences of other lengths, whose caches take memory."""
+        for key in list(self.programs):
+            if key[0] == "generate" and (key[1], key[3]) != (size, sequence):
+                self.programs.pop(key).release()
+                self.memory.drop_caches()
 
     def _with_plan(self, unplanned: CompileRequest) -> CompileRequest:
         """The request with the plan that the mode of the strategy requires; searched at first use."""
@@ -111,15 +141,13 @@ class Session:
         """The world, with enough ranks for every program so far; a new one after a failure.
 
         Raises:
-            ResourceError: the MPI job has fewer; the strategy's device is missing or not what a mesh needs.
+            ResourceError: the MPI job has fewer; the strategy's device is missing.
         """
         meshes = dict.fromkeys(mesh for c in self.programs.values() for mesh in c.build.lowered.meshes)
         needed = max((max(mesh.members) + 1 for mesh in meshes), default=1)
         if self.world is None or self.world.size < needed or self.world.ended:
             self.close()
             device = self.training_spec.strategy.device
-            for compiled in self.programs.values():
-                check_device_type(compiled.build.lowered, device)
             array_namespace(device)  # raises for a missing device before any rank starts
             world = make_world(needed, " and ".join(map(str, meshes)))
             self.memory.devices.update(world.run(lambda rank: take_device(device, world.transport(rank))))

@@ -16,7 +16,7 @@ from distgraph.ops import (
     sorting,
 )
 from distgraph.ops.activation import erf, gelu, relu, sigmoid, silu, tanh
-from distgraph.ops.attention import attention
+from distgraph.ops.attention import attention, attention_from
 from distgraph.ops.contraction import einsum, matmul, outer
 from distgraph.ops.control import while_loop
 from distgraph.ops.conv import avg_pool, conv, max_pool
@@ -45,8 +45,8 @@ from distgraph.ops.tensor_methods import bind_tensor_methods
 bind_tensor_methods()
 
 __all__ = [
-    "arange", "argmax", "argmin", "argsort", "attention", "avg_pool", "broadcast_to", "concat",
-    "contraction", "conv", "creation", "cross_entropy", "cumprod", "cumsum", "define", "dropout",
+    "arange", "argmax", "argmin", "argsort", "attention", "attention_from", "avg_pool", "broadcast_to",
+    "concat", "contraction", "conv", "creation", "cross_entropy", "cumprod", "cumsum", "define", "dropout",
     "dynamic_slice", "dynamic_update_slice", "einsum", "elementwise", "embedding", "erf", "expand_dims",
     "flip", "full", "gather_scatter", "gelu", "getitem", "iota", "layer_norm", "log_softmax", "logsumexp",
     "lookup", "matmul", "max_pool", "mean", "norm", "one_hot", "ones", "optimizer_steps", "outer", "pad",

@@ -58,6 +58,10 @@ def _infer(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
     return [((b, h, s, v.shape[3]), dtype), ((b, h, s), dtype)]
 
 
+def _infer_grad(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
+    return [(x.shape, x.dtype) for x in operands[1:4]]
+
+
 def _visible(attrs: Attrs, local: Local) -> Attrs:
     """Number of keys that the last local query sees under a causal mask; the keys after them are skipped."""
     if not attrs.get("causal") or not local.layout.of("s"):
@@ -97,6 +101,31 @@ def _grad_kernel(
     return store_all(xp, (dq, dk, dv), out)
 
 
+def _from_rule(shapes: Shapes, attrs: Attrs) -> Rule:
+    _, heads, groups, _, _ = _sizes(shapes[:3])
+    text = "b (g r) s! d!, b g t! d!, b g t! e!, -> b (g r) s! e!"
+    return bind(text, shapes, None, (("g", groups), ("r", heads // groups)))
+
+
+def _infer_from(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
+    *qkv, start = operands
+    if start.shape or not start.dtype.startswith(("i", "u")):
+        raise GraphError(f"start is {start.type} but must be one integer: the position of the first query")
+    return _infer(qkv, attrs)[:1]
+
+
+def _from_kernel(xp: Any, q: Any, k: Any, v: Any, start: Any, out: Any = None, *, scale: float) -> Any:
+    """Raises GraphError where the last query is behind the last key."""
+    keys = int(start) + q.shape[2]
+    if not q.shape[2] <= keys <= k.shape[2]:
+        raise GraphError(
+            f"queries {int(start)} to {keys - 1} do not lie within the {k.shape[2]} positions of the keys"
+        )
+    known = k[:, :, :keys], v[:, :, :keys]
+    outputs = None if out is None else (out, None)
+    return kernels.attention(xp, q, *known, causal=True, scale=scale, out=outputs)[0]
+
+
 def _pairs(shapes: Shapes, attrs: Attrs) -> int:
     """Number of (query, key) pairs that are computed, over batch and heads."""
     b, h, _, s, t = _sizes(shapes)
@@ -107,7 +136,7 @@ def _pairs(shapes: Shapes, attrs: Attrs) -> int:
 
 
 def _flops(op: Op, rule: Rule) -> int:
-    q, k, v = (x.shape for x in op.operands)
+    q, k, v = (x.shape for x in op.operands[:3])
     return 2 * _pairs((q, k, v), op.attrs) * (q[3] + v[3])
 
 
@@ -150,10 +179,20 @@ define(
     workspace=workspace.attention,
 )
 define(
+    "attention_from",
+    _from_rule,
+    _from_kernel,
+    infer=_infer_from,
+    flops=_flops,
+    cost="matmul",
+    matmul_dims=_matmul_dims(0),
+    workspace=lambda q, k, v, start, *, scale: workspace.attention(q, k, v, causal=True, scale=scale),
+)
+define(
     "attention_grad",
     _grad_rule,
     _grad_kernel,
-    infer=lambda operands, attrs: [(x.shape, x.dtype) for x in operands[1:4]],
+    infer=_infer_grad,
     flops=_grad_flops,
     localize=_visible,
     cost="matmul",
@@ -179,4 +218,22 @@ def attention(q: Any, k: Any, v: Any, causal: bool = False, scale: float | None 
     o: Tensor = emit(
         "attention", q, k, v, causal=bool(causal), scale=size**-0.5 if scale is None else float(scale)
     )[0]
+    return o
+
+
+def attention_from(q: Any, k: Any, v: Any, start: Any, scale: float | None = None) -> Tensor:
+    """Causal attention of some positions of a sequence whose keys and values are known up to them.
+
+    Args:
+        q: [b, h, s, d], the queries of positions start to start + s - 1.
+        k: [b, g, t, d]; those behind position start + s - 1 are not read.
+        v: [b, g, t, e].
+        start: one integer, from 0 to t - s.
+        scale: 1 / sqrt(d) where not given.
+
+    Returns:
+        [b, h, s, e]; there is no gradient.
+    """
+    size = q.shape[-1]
+    o: Tensor = emit("attention_from", q, k, v, start, scale=size**-0.5 if scale is None else float(scale))[0]
     return o

@@ -54,6 +54,10 @@ def _declared_rule(shapes: Shapes, attrs: Attrs) -> Rule:
     return make_rule("declared", (), (term,), sizes, located=located)
 
 
+def _localize_shape(attrs: Attrs, local: Local) -> Attrs:
+    return {**attrs, "shape": local.result_shapes[0]}
+
+
 def _full_kernel(xp: Any, out: Any = None, *, shape: Shape, value: Any, dtype: str) -> Any:
     if out is None:
         return xp.full(shape, value, dtype=to_numpy(dtype))
@@ -68,7 +72,7 @@ define(
     infer=_infer_declared,
     gradient=lambda c: [],
     flops=0,
-    localize=lambda attrs, local: {**attrs, "shape": local.result_shapes[0]},
+    localize=_localize_shape,
     anywhere=True,
 )
 
@@ -132,7 +136,11 @@ def _place(shape: Shape, sizes: Shape, starts: Any) -> tuple[slice, ...]:
 
 
 def _dynamic_slice_kernel(xp: Any, x: Any, starts: Any, out: Any = None, *, sizes: Shape) -> Any:
-    return x[_place(x.shape, sizes, starts)]
+    block = x[_place(x.shape, sizes, starts)]
+    if out is None:
+        return block.copy()
+    out[...] = block
+    return out
 
 
 def _dynamic_update_kernel(xp: Any, x: Any, update: Any, starts: Any, out: Any = None) -> Any:
@@ -168,7 +176,6 @@ define(
     flops=0,
     linear=((0,),),
     localize=lambda attrs, local: {"sizes": local.result_shapes[0]},
-    view="strided",
 )
 define(
     "dynamic_update_slice",

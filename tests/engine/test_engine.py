@@ -442,3 +442,18 @@ def test_an_output_that_is_a_parameter_is_that_of_before_the_update() -> None:
     x = np.ones((4, 3))
     logs = [trained.run((x, 0.0 * x)) for _ in range(2)]
     assert [each["scale"] for each in logs] == pytest.approx([2.0, 2.0 - 0.1 * 2 * 2.0], rel=1e-12)
+
+
+def test_a_slice_whose_start_is_computed_is_read_anew_in_every_step() -> None:
+    class Cut(nn.Module):
+        def __init__(self) -> None:
+            self.table = nn.Parameter((6, 2), init=("normal", 1.0))
+
+        def forward(self, at: dg.Tensor) -> dg.Tensor:
+            return ops.broadcast_to(ops.dynamic_slice(self.table, at[0], (3, 2))[None], (at.shape[0], 3, 2))
+
+    engine = dg.Engine(Cut())
+    first = engine.predict(np.array([[0, 0]]))
+    (table,) = (engine.parameters()["table"],)
+    np.testing.assert_array_equal(first[0], table[:3])
+    np.testing.assert_array_equal(engine.predict(np.array([[2, 0]]))[0], table[2:5])

@@ -23,19 +23,19 @@ def remembered() -> Iterator[Interrupt]:
     A search ends with its best plan at the first one, even where a solver in between swallows the exception,
     and without any at the second.
     """
-    interrupt = Interrupt()
+    found = Interrupt()
     if threading.current_thread() is not threading.main_thread():
-        yield interrupt
+        yield found
         return
 
     def note(number: int, frame: FrameType | None) -> None:
-        interrupt.again = interrupt.asked
-        interrupt.asked = True
+        found.again = found.asked
+        found.asked = True
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGINT, note)
     try:
-        yield interrupt
+        yield found
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -50,11 +50,11 @@ def deferred() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield
         return
-    frames: list[FrameType | None] = []
+    asked: list[FrameType | None] = []
 
     def wait(number: int, frame: FrameType | None) -> None:
-        frames.append(frame)
-        if len(frames) > 1:
+        asked.append(frame)
+        if len(asked) > 1:
             before(number, frame)
 
     signal.signal(signal.SIGINT, wait)
@@ -62,5 +62,5 @@ def deferred() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-    if frames:
-        before(signal.SIGINT, frames[0])
+    if asked:
+        before(signal.SIGINT, asked[0])

@@ -11,7 +11,9 @@ from pathlib import Path
 from distgraph.engine.compile.training_spec import TrainingSpec
 from distgraph.plan.plan import Plan
 from distgraph.resources import Cluster, load_cluster
-from distgraph.runtime.job.job_files import PLAN_VARIABLE
+
+VARIABLE = "DISTGRAPH_PLAN"
+"""Environment variable: path of a plan file for the engine that trains in this process."""
 
 CLUSTER_VARIABLE = "DISTGRAPH_CLUSTER"
 """Environment variable: resource file or shipped name for the engines of this process."""
@@ -28,7 +30,7 @@ def plan_for(training_spec: TrainingSpec, own: Plan | str | Path | None) -> Plan
     """
     if training_spec.optimizer is not None:
         given = _GIVEN.get()
-        path = os.environ.get(PLAN_VARIABLE)
+        path = os.environ.get(VARIABLE)
         if given is not None:
             return given
         if path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from distgraph.engine.compile.incremental_decoding import incremental_program
 from distgraph.engine.compile.training_spec import TrainingSpec
 from distgraph.engine.data import Field
 from distgraph.ir.graph import Graph
@@ -18,11 +19,12 @@ class CompileRequest:
 
     Attributes:
         training_spec: model, loss, optimiser, strategy.
-        mode: train, evaluate or predict.
+        mode: train, evaluate, predict or generate.
         size: samples of a batch.
         fields: shape and dtype of a sample.
         layouts: the layouts in which parameters and states are stored already.
         plan: the plan to apply; None to complete the annotations.
+        sequence: positions of a whole sequence, in the mode generate, whose `fields` are those of a step.
     """
 
     training_spec: TrainingSpec
@@ -31,10 +33,13 @@ class CompileRequest:
     fields: Mapping[str, Field]
     layouts: Mapping[str, DistAttr]
     plan: Plan | None = None
+    sequence: int = 0
 
     @property
     def micro_batches(self) -> int:
-        """Number of micro-batches into which a batch is split."""
+        """Number of micro-batches into which a batch is split; one for generation, whose caches are whole."""
+        if self.mode == "generate":
+            return 1
         decided = self.training_spec.strategy.start if self.plan is None else self.plan
         return equal_parts(self.size, decided.micro_batches)
 
@@ -50,6 +55,11 @@ class CompileRequest:
 
     def trace(self) -> Graph:
         """The serial graph of a micro-batch. Raises GraphError if shapes or dtypes do not fit."""
+        if self.mode == "generate":
+            ((name, ((width,), dtype)),) = self.fields.items()
+            fields = {name: ((self.size, self.sequence), dtype)}
+            whole = self.training_spec.trace("predict", fields, self.layouts)
+            return incremental_program(whole, self.training_spec.names((name,), "predict")[name], width)
         return self.training_spec.trace(self.mode, self.blocks(self.micro_batches), self.layouts)
 
 

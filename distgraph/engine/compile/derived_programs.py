@@ -53,7 +53,9 @@ def follow_plan(request: CompileRequest, reference: Graph | None, plan: Plan) ->
         placements.setdefault(op.name, corresponding.layout.mesh)
         for value, reference_value in zip(op.results, corresponding.results, strict=True):
             attr = reference.attrs[reference_value.name]
-            attrs.setdefault(value.name, DistAttr(attr.mesh, ShardSpec(attr.spec.dims), _PLANNED))
+            dims = zip(attr.spec.dims, value.shape, strict=True)
+            spec = ShardSpec(tuple(axes if attr.mesh.units(axes) <= n else () for axes, n in dims))
+            attrs.setdefault(value.name, DistAttr(attr.mesh, spec, _PLANNED))
     pinned = replace(serial, attrs=attrs, placements=placements, micro_batches=request.micro_batches)
     context = PassContext(mesh=plan.stages[0].mesh)
     completed: Graph = run_passes(pinned, ("complete",), context, verified=False)

@@ -124,8 +124,8 @@ def front(evaluations: Sequence[Evaluation]) -> tuple[FrontPlan, ...]:
     if len(plans) <= _MOST_ON_FRONT:
         return tuple(plans)
     ends = [min(plans, key=lambda p: (p.memory, p.seconds)), min(plans, key=lambda p: (p.devices, p.seconds))]
-    chosen = [*plans[: _MOST_ON_FRONT - len(ends)], *ends]
-    return tuple(plan for plan in plans if plan in chosen)
+    kept = [*plans[: _MOST_ON_FRONT - len(ends)], *ends]
+    return tuple(plan for plan in plans if plan in kept)
 
 
 def _beats(plan: FrontPlan, other: Evaluation) -> bool:

@@ -48,20 +48,14 @@ class ImportedFunction(ImportedModel):
 
     def _scanned(self) -> dict[str, int]:
         """Name of each parameter that only scans over layers read, in both modes -> number of layers."""
-        names_by_mode: list[set[str]] = []
+        found: list[set[str]] = []
         for training, arguments in self._arguments.items():
             leaves = [leaf for leaf in arguments.leaves if leaf.kind != "static"]
             types = {leaf.name: (leaf.shape, short(leaf.dtype)) for leaf in arguments.of_kind("input")}
             scanned = scanned_inputs(self._jaxpr(training, types).closed)
-            names_by_mode.append(
-                {leaf.name for leaf, is_scanned in zip(leaves, scanned, strict=True) if is_scanned}
-            )
+            found.append({leaf.name for leaf, is_scanned in zip(leaves, scanned, strict=True) if is_scanned})
         parameters = self._arguments[True].of_kind("parameter")
-        return {
-            leaf.name: leaf.shape[0]
-            for leaf in parameters
-            if all(leaf.name in names for names in names_by_mode)
-        }
+        return {leaf.name: leaf.shape[0] for leaf in parameters if all(leaf.name in names for names in found)}
 
     def _made(self) -> Iterator[tuple[str, Parameter]]:
         """(name, parameter or buffer) of all leaves; those of layers one by one."""

@@ -178,6 +178,15 @@ for (_h, _g, _s, _t), _causal in itertools.product(((4, 2, 5, 5), (3, 3, 4, 6), 
         reference=lambda *x, c=_causal: _attention_grad(*x, c, 0.6), dtypes=("f32",),
     )  # fmt: skip
 
+for _width, _start in ((1, 4), (3, 2), (5, 0)):
+    _add(
+        "attention_from", _normal(3, 4, _width, 3), _normal(3, 2, 6, 3), _normal(3, 2, 6, 2),
+        np.array(_start), scale=0.6,
+        reference=lambda q, k, v, at: _attention(
+            q, *(x[:, :, : int(at) + q.shape[2]] for x in (k, v)), True, 0.6
+        )[0],
+    )  # fmt: skip
+
 # optimiser steps
 
 

@@ -1,0 +1,211 @@
+"""Generation: tokens of a causal language model one after the other, with a cache of keys and values.
+
+All sequences of a batch are at the same position. As long as the prompt of a sequence reaches further than
+that position, its next token is read from the prompt; then it is chosen from the logits. So every sequence
+has the tokens that it would have alone.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from distgraph.engine.compile.incremental_decoding import LAST, START
+from distgraph.engine.compile.training_spec import arguments
+from distgraph.engine.data import POSITION, whole
+from distgraph.engine.session import Session
+from distgraph.errors import GraphError
+from distgraph.ir.dtypes import is_integer, to_numpy
+
+CHUNK = 64
+"""Positions of a prompt that are computed at once: enough rows for products at nearly their full rate, and
+few enough that little is computed beyond the end of a prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the next token is chosen from logits.
+
+    Attributes:
+        temperature: divides the logits; 0 chooses the largest one.
+        top_k: only so many of the largest logits are candidates; None for all.
+        top_p: only the fewest tokens whose probabilities add up to this are candidates; None for all.
+
+    Raises:
+        GraphError: a number is out of range, or given without a temperature.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self) -> None:
+        if not (_is_number(self.temperature) and self.temperature >= 0):
+            raise GraphError(f"temperature is {self.temperature!r} but must be a number from 0 up")
+        if self.top_k is not None and not (is_integer(self.top_k) and self.top_k >= 1):
+            raise GraphError(f"top_k is {self.top_k!r} but must be a whole number from 1 up")
+        if self.top_p is not None and not (_is_number(self.top_p) and 0 < self.top_p <= 1):
+            raise GraphError(f"top_p is {self.top_p!r} but must be a number above 0 and at most 1")
+        if not self.temperature and (self.top_k, self.top_p) != (None, None):
+            raise GraphError(
+                "top_k or top_p is given but temperature is 0, which always chooses the most probable token; "
+                "give a temperature, such as 1.0, or leave them out"
+            )
+
+    def choose(self, logits: np.ndarray, dice: np.random.Generator) -> np.ndarray:
+        """The next token of every row of logits [b, v]: integers [b]."""
+        if not self.temperature:
+            chosen: np.ndarray = logits.argmax(-1)
+            return chosen
+        scores = logits.astype(np.float64) / self.temperature
+        if self.top_k is not None and self.top_k < scores.shape[-1]:
+            least = np.partition(scores, -self.top_k)[:, -self.top_k, None]
+            scores[scores < least] = -np.inf
+        if self.top_p is not None:
+            order = np.argsort(-scores, axis=-1, kind="stable")
+            ranked = np.take_along_axis(scores, order, -1)
+            chances = np.exp(ranked - ranked[:, :1])
+            before = np.cumsum(chances, -1) - chances
+            outside = before >= self.top_p * chances.sum(-1, keepdims=True)
+            np.put_along_axis(scores, order, np.where(outside, -np.inf, ranked), -1)
+        drawn: np.ndarray = (scores + dice.gumbel(size=scores.shape)).argmax(-1)
+        return drawn
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Where generation ends; see `Engine.generate`.
+
+    Raises:
+        GraphError: a number is out of range.
+    """
+
+    max_new_tokens: int
+    length: int | None = None
+    keep: int | None = None
+    end_token: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "length", "keep"):
+            value = getattr(self, name)
+            if not (is_integer(value) and value >= 1) and (value is not None or name == "max_new_tokens"):
+                raise GraphError(f"{name} is {value!r} but must be a whole number from 1 up")
+        if self.end_token is not None and not is_integer(self.end_token):
+            raise GraphError(f"end_token is {self.end_token!r} but must be the number of a token")
+
+    def check(self, needed: int, positions: int) -> None:
+        """Raises GraphError where a sequence takes more positions than the model has."""
+        if needed > positions and self.keep is None:
+            raise GraphError(
+                f"prompts and new tokens take {needed} positions but the model has {positions}; generate "
+                f"fewer, or give keep=N to go on from the last N tokens when the positions are used up"
+            )
+        if self.keep is not None and self.keep >= positions:
+            raise GraphError(
+                f"keep is {self.keep} but must be less than the {positions} positions of the model"
+            )
+
+
+def generate(
+    session: Session, prompts: Any, limits: Limits, sampling: Sampling, seed: int
+) -> list[np.ndarray]:
+    """The prompts with the tokens that follow them.
+
+    Args:
+        session: of the engine.
+        prompts, limits, sampling, seed: as those of `Engine.generate`.
+
+    Raises:
+        GraphError: as `Engine.generate`.
+    """
+    model = arguments(session.training_spec.model)
+    if model is not None and len(model) != 1:
+        raise GraphError(
+            f"model takes ({', '.join(model)}) but generation gives it tokens alone; wrap it in a model of "
+            f"one argument"
+        )
+    rows = _prompts(prompts)
+    lengths = np.array([len(row) for row in rows])
+    ends = lengths + limits.max_new_tokens
+    last = int(ends.max())
+    positions, dtype = _positions(session, limits.length, last - 1, rows[0].dtype)
+    limits.check(last - 1, positions)
+    tokens = np.zeros((len(rows), last), dtype)
+    for row, prompt in zip(tokens, rows, strict=True):
+        row[: len(prompt)] = prompt
+    cache, dice = _Cache(session, tokens, positions), np.random.default_rng(seed)
+    first = 0  # the token in the first position of the cache
+    for front in range(int(lengths.min()), last):
+        if front - first > positions:
+            assert limits.keep is not None
+            first, cache.filled = front - limits.keep, 0
+        chosen = sampling.choose(cache.logits(first, front), dice)
+        free = (lengths <= front) & (front < ends)
+        tokens[free, front] = chosen[free]
+        ends[free & (tokens[:, front] == limits.end_token)] = front + 1
+        if (ends <= front + 1).all():
+            break
+    return [row[:end].copy() for row, end in zip(tokens, ends, strict=True)]
+
+
+@dataclass(slots=True)
+class _Cache:
+    """The programs that fill the cache, and how far it is filled.
+
+    Attributes:
+        session: compiles and runs them.
+        tokens: [b, n]; those known so far, and zeros.
+        positions: of the cache.
+        filled: positions that hold keys and values of the present tokens.
+    """
+
+    session: Session
+    tokens: np.ndarray
+    positions: int
+    filled: int = 0
+
+    def logits(self, first: int, front: int) -> np.ndarray:
+        """Logits [b, v] of token number `front`, after those from `first` on are in the cache."""
+        count = front - first
+        logits = np.empty(0)
+        while self.filled < count:
+            width = 1 if count - self.filled == 1 else min(CHUNK, self.positions)
+            start = min(self.filled, self.positions - width)
+            known = self.tokens[:, first + start : min(first + start + width, front)]
+            step = np.zeros((len(self.tokens), width), self.tokens.dtype)  # what follows is overwritten later
+            step[:, : known.shape[1]] = known
+            self.filled = start + known.shape[1]
+            scalars = {START: start, LAST: known.shape[1] - 1}
+            batch = whole((step,))
+            compiled = self.session.program("generate", batch, self.positions)
+            ((_, output),) = self.session.arrays(compiled, batch, scalars).items()
+            logits = output[:, 0]
+        return logits
+
+
+def _prompts(prompts: Any) -> list[np.ndarray]:
+    """One array of integers for each sequence. Raises GraphError for anything else."""
+    rows = [np.asarray(row) for row in prompts]
+    if not rows or any(row.ndim != 1 or not row.size or row.dtype.kind not in "iu" for row in rows):
+        raise GraphError(
+            "prompts must be a sequence of sequences of token numbers, each of one token or more, such as "
+            "[[5, 1, 7], [5, 2]] or integers [b, n]"
+        )
+    return rows
+
+
+def _positions(session: Session, length: int | None, needed: int, given: np.dtype[Any]) -> tuple[int, Any]:
+    """Positions of a sequence if not given, and dtype of tokens: those of the programs compiled so far."""
+    names = {f"{POSITION}0", *(arguments(session.training_spec.model) or ())}
+    for mode, _, fields, _ in session.programs:
+        for name, (shape, dtype) in fields:
+            if mode != "generate" and name in names and len(shape) == 1:
+                return length or shape[0], to_numpy(dtype)
+    return length or needed, np.dtype(np.int32) if given.itemsize > 4 else given
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
