@@ -82,11 +82,11 @@ from benchmarks import alpa_search
 from benchmarks.support.alpa.plan_forecast import Found, built, forecast_of
 from benchmarks.support.alpa.published_rows import Row, read_rows
 from benchmarks.support.alpa.recorded_plans import Plan
-from benchmarks.support.calibration import Fit, Parameter, fit
 from distgraph.resources import Cluster, ComputeCost
 from distgraph.resources.cluster import MatmulRate
 from distgraph.resources.load import load_cluster
 from distgraph.runtime.forecast.op_cost import OpCost, Work
+from distgraph.runtime.profile.calibration.robust_fit import Fit, Parameter, fit
 from distgraph.runtime.program.memory_plan import plan_storage
 
 CLUSTER = "p3_16xlarge_x8"

@@ -5,8 +5,8 @@
 
 The forecast is that of distgraph for the program of each run (`measured_runs`), under the runtime megatron of
 resources/runtimes. Its parameters below are calibrated on each cluster by robust least squares
-(`benchmarks.support.calibration`) over the same forecast in closed form (`training_cost`), which serves only
-this fit: it takes milliseconds for all rows.
+(`distgraph.runtime.profile.calibration`) over the same forecast in closed form (`training_cost`), which
+serves only this fit: it takes milliseconds for all rows.
 
 Errors are mean |forecast / measured - 1| of rows that the fit did not see: 10 folds by rows, and one fold for
 each hidden size. With `--quick` there are 5 folds, and only every eighth row is forecast. Nothing is left
@@ -53,7 +53,12 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # the folder of the p
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.support.calibration import (
+from benchmarks.support.megatron.measured_runs import Values, seconds_of
+from benchmarks.support.megatron.training_cost import Costs
+from benchmarks.support.megatron.training_program import Run, read_runs
+from distgraph.errors import ResourceError
+from distgraph.resources.load import load_cluster
+from distgraph.runtime.profile.calibration.robust_fit import (
     Fit,
     Parameter,
     by_group,
@@ -63,11 +68,6 @@ from benchmarks.support.calibration import (
     fits,
     regret,
 )
-from benchmarks.support.megatron.measured_runs import Values, seconds_of
-from benchmarks.support.megatron.training_cost import Costs
-from benchmarks.support.megatron.training_program import Run, read_runs
-from distgraph.errors import ResourceError
-from distgraph.resources.load import load_cluster
 
 DATA = Path(__file__).parent / "data" / "vtrain"
 CLUSTER = "vtrain_a100_pod"

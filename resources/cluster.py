@@ -23,6 +23,7 @@ import distgraph.ops  # noqa: F401 - declares the kinds of ops
 from distgraph.errors import ResourceError
 from distgraph.ir.dtypes import NAMES
 from distgraph.ir.op_registry import REGISTRY
+from distgraph.plan.forecast_errors import ForecastErrors
 from distgraph.resources.host_times import HostTimes
 from distgraph.resources.units import Bandwidth, Origin, Seconds, Size, Work
 from distgraph.serialization.documents import documented
@@ -378,6 +379,7 @@ class Cluster:
         launch: seconds to start one collective on a rank, independent of its size (None: not stated).
         measured: tables that take precedence over the cost model for their collective and shape.
         origins: where the numbers come from, by path in the resource file; see `origin_of`.
+        errors: of forecasts with these numbers, from measured runs; None without a calibration.
     """
 
     name: str
@@ -390,6 +392,15 @@ class Cluster:
     launch: float | None = None
     measured: tuple[MeasuredTable, ...] = ()
     origins: Mapping[str, Origin] = field(default_factory=dict, hash=False)
+    errors: ForecastErrors | None = None
+
+    @cached_property
+    def kinds_between(self) -> frozenset[str]:
+        """Kinds of links that lead to NICs, to the network or to another machine."""
+        machine_of = {device.node: device.machine for device in self.devices}
+        machine_of |= {s.node: s.machine for s in self.switches if s.machine is not None}
+        ends = ((link.kind, machine_of.get(link.source), machine_of.get(link.target)) for link in self.links)
+        return frozenset(kind for kind, source, target in ends if source is None or source != target)
 
     def origin_of(self, path: str) -> Origin | None:
         """Where a number comes from, as the file states it for the number or for the entry that holds it.

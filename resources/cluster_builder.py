@@ -48,7 +48,7 @@ def build_cluster(entry: ResourceFile, file: str) -> Cluster:
     tables = [_table(table, devices, f"{file}: measured[{i}]") for i, table in enumerate(entry.measured)]
     return Cluster(
         entry.name, file, tuple(machines), tuple(devices), tuple(switches), tuple(links), network,
-        entry.launch, tuple(tables), entry.origins(),
+        entry.launch, tuple(tables), entry.origins(), entry.errors,
     )  # fmt: skip
 
 

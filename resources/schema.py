@@ -15,6 +15,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, model_validator
 
 from distgraph.errors import ResourceError
+from distgraph.plan.forecast_errors import ForecastErrors
 from distgraph.resources.cluster import MOST_DEVICES, MOST_DIMS, Compute, Count, Dtype, RingRate, one_of
 from distgraph.resources.collective_algorithms import priced_kinds
 from distgraph.resources.topology import TreeLevel
@@ -239,6 +240,7 @@ class ResourceFile(Entry):
     network: NetworkEntry | None = None
     measured: list[MeasuredEntry] = Field(default_factory=list)
     origin: Origin | None = None
+    errors: ForecastErrors | None = None
 
     def origins(self) -> dict[str, Origin]:
         """Where the numbers come from, by path in the file."""

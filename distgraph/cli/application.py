@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from distgraph import __version__
+from distgraph.cli.calibrate import calibrate
 from distgraph.cli.check import check
 from distgraph.cli.checkpoint import app as checkpoint_app
 from distgraph.cli.cluster import cluster
@@ -34,6 +35,7 @@ app.command()(export)
 app.command(context_settings=_UNKNOWN_TO_SCRIPT)(forecast)
 app.command()(inspect)
 app.command()(profile)
+app.command()(calibrate)
 app.command()(cluster)
 app.command()(tune)
 app.add_typer(checkpoint_app)
@@ -51,7 +53,7 @@ def common(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Make serial training programs distributed: run, check, plan, forecast, inspect, profile, tune."""
+    """Make serial programs distributed: run, check, plan, forecast, inspect, profile, calibrate, tune."""
 
 
 def main() -> None:

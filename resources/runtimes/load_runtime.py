@@ -49,6 +49,15 @@ def load_runtime(name_or_path: str | os.PathLike[str]) -> RuntimeModel:
     return parse_runtime(read_text(path, ResourceError, MOST_BYTES), text)
 
 
+def runtime_document(name_or_path: str) -> dict[str, Any]:
+    """The YAML document of a runtime model, as it is written. Raises ResourceError: as `load_runtime`."""
+    load_runtime(name_or_path)
+    name = _ALIASES.get(name_or_path, name_or_path)
+    path = _shipped_path(name) if name in shipped_runtimes() else Path(name)
+    document: dict[str, Any] = parse_yaml(read_text(path, ResourceError, MOST_BYTES), str(path))
+    return document
+
+
 def parse_runtime(text: str, file: str) -> RuntimeModel:
     """A runtime model from the text of its file.
 
@@ -70,10 +79,15 @@ def default_runtime(device_type: str) -> RuntimeModel:
     return load_runtime("distgraph_cpu" if device_type == "cpu" else "distgraph_gpu")
 
 
+def _shipped_path(name: str) -> Path:
+    return Path(str(files("distgraph.resources") / "runtimes" / f"{name}.yaml"))
+
+
 @lru_cache
 def _shipped(name: str) -> RuntimeModel:
-    path = Path(str(files("distgraph.resources") / "runtimes" / f"{name}.yaml"))
-    return parse_runtime(read_text(path, ResourceError, MOST_BYTES), f"resources/runtimes/{name}.yaml")
+    return parse_runtime(
+        read_text(_shipped_path(name), ResourceError, MOST_BYTES), f"resources/runtimes/{name}.yaml"
+    )
 
 
 def _check_sources(model: RuntimeModel, document: dict[str, Any], file: str) -> None:

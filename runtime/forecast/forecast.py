@@ -15,12 +15,13 @@ apart.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from distgraph.errors import ResourceError
 from distgraph.ir.graph import Op
 from distgraph.passes.partition import RankProgram
+from distgraph.plan.forecast_errors import ForecastErrors, Interval, Uncertain
 from distgraph.resources import Cluster, ComputeCost, RankMapping
 from distgraph.resources.runtimes.load_runtime import default_runtime, load_runtime
 from distgraph.resources.runtimes.runtime_model import Memory, RuntimeModel
@@ -41,25 +42,21 @@ from distgraph.runtime.forecast.rank_equivalence import (
     representative_ranks,
     uneven_meshes,
 )
+from distgraph.runtime.forecast.step_shares import errors_of, step_shares
 from distgraph.runtime.forecast.stream_model import Streams, TaskTime, scatters_gradients
+from distgraph.runtime.forecast.task_forecast import (
+    TaskForecast,
+    gathering,
+    remaining,
+    renamed,
+    waiting,
+)
 from distgraph.runtime.program.build import Build
 from distgraph.runtime.program.kernel_workspace import task_workspace
 from distgraph.runtime.program.memory_plan import StoragePlan, planned
 from distgraph.runtime.program.ring_buffer_sizes import rank_clocks
 from distgraph.runtime.schedule.simulate import Timeline, simulate
 from distgraph.runtime.schedule.task import Ring
-
-
-@dataclass(frozen=True, slots=True)
-class TaskForecast:
-    """Times of one task on its slowest rank, with the last micro-batch and with any other (`body`)."""
-
-    name: str
-    kind: str
-    stage: int
-    rank: int
-    body: TaskTime
-    last: TaskTime
 
 
 @dataclass(frozen=True)
@@ -79,6 +76,8 @@ class Forecast:
         traffic: kind of the bottleneck link -> bytes that all ranks send over it in a step.
         workspaces: representative rank -> task -> bytes that its kernels allocate while they run.
         runtime: what executes the program; None for distgraph.
+        errors: of the forecast, by kind; see `uncertain`.
+        shares: kind -> part of the step that it takes.
     """
 
     step_seconds: float
@@ -92,6 +91,18 @@ class Forecast:
     traffic: Mapping[str, float]
     workspaces: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
     runtime: RuntimeModel | None = None
+    errors: ForecastErrors = field(default_factory=ForecastErrors)
+    shares: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def uncertain(self) -> Uncertain:
+        """The seconds of the step with their interval, for comparison with another forecast."""
+        return Uncertain(self.step_seconds, self.shares, self.errors)
+
+    @property
+    def memory_interval(self) -> Interval:
+        """Bytes that hold the measured peak of the fullest rank with a probability of 80 %."""
+        return Interval.around(self.peak_memory, self.errors.memory)
 
     def _per_rank(self, field: str) -> dict[int, float]:
         """Sum of a field of `TaskTime` over a step, by first rank of a column."""
@@ -142,9 +153,12 @@ class Forecast:
     def __str__(self) -> str:
         kind = "all ranks alike" if self.exact else "ranks differ: the slowest corner of every mesh decides"
         runtime = "" if self.runtime is None else f" under {self.runtime.name}"
-        head = f"step{runtime} {format_si(self.step_seconds, 's')}, bubble {self.bubble:.1%}"
+        head = f"step{runtime} {format_si(self.step_seconds, 's')} ({self.uncertain.interval})"
+        memory = self.memory_interval
+        size = f"{format_bytes(self.peak_memory)} ({format_bytes(memory.low)} to {format_bytes(memory.high)})"
         lines = [
-            f"{head}, peak memory {format_bytes(self.peak_memory)} ({kind})",
+            f"{head}, bubble {self.bubble:.1%}, peak memory {size} ({kind})",
+            f"intervals hold 80 % of measured steps: {self.errors}",
             f"{'task':<18}{'stage':>6}{'seconds':>12}{'last':>12}{'compute':>12}{'exposed':>12}",
         ]
         for task in self.tasks.values():
@@ -179,10 +193,33 @@ def forecast(
         ResourceError: too few devices, a number that a cost needs is not in the resource file, or there is no
             such runtime.
     """
-    devices = _devices(build, cluster, mapping)
     if isinstance(runtime, str):
         runtime = load_runtime(runtime)
-    return _Forecaster(build, cluster, devices, runtime, trace).run()
+    return next(forecasts(build, [(cluster, runtime)], mapping, trace=trace))
+
+
+def forecasts(
+    build: Build,
+    cases: Iterable[tuple[Cluster, RuntimeModel | None]],
+    mapping: RankMapping | Sequence[int] | None = None,
+    *,
+    trace: bool = False,
+) -> Iterator[Forecast]:
+    """Forecast one step with several versions of the numbers of a cluster and of a runtime.
+
+    What depends on the program alone is computed once, which is three quarters of a forecast.
+
+    Args:
+        build: the compiled program.
+        cases: clusters with the same devices and links, and what executes the program.
+        mapping, trace: as for `forecast`.
+
+    Raises:
+        ResourceError: as `forecast`.
+    """
+    structure = _Structure(build)
+    for cluster, runtime in cases:
+        yield _Forecaster(structure, cluster, _devices(build, cluster, mapping), runtime, trace).run()
 
 
 def _devices(build: Build, cluster: Cluster, mapping: RankMapping | Sequence[int] | None) -> tuple[int, ...]:
@@ -210,21 +247,39 @@ class _Representative:
     workspace: Mapping[str, int] | None
 
 
+class _Structure:
+    """What the forecasts of a program have in common: equal ranks, their programs and plans, their memory."""
+
+    def __init__(self, build: Build) -> None:
+        self.build = build
+        self.rank_classes = RankClasses(build.parts)
+        self.uneven = uneven_meshes(build)
+        self.plans: dict[int, tuple[RankProgram, StoragePlan]] = {}
+        self.memory: dict[tuple[int, int, Memory], RankMemory] = {}
+
+    def plan(self, rank: int) -> tuple[RankProgram, StoragePlan]:
+        """The program of a rank and its storage."""
+        if rank not in self.plans:
+            program = self.build.program(rank)
+            self.plans[rank] = program, planned(program)
+        return self.plans[rank]
+
+
 class _Forecaster:
     def __init__(
         self,
-        build: Build,
+        structure: _Structure,
         cluster: Cluster,
         devices: tuple[int, ...],
         runtime: RuntimeModel | None,
         trace: bool,
     ) -> None:
-        self.build, self.cluster, self.devices = build, cluster, devices
+        self.structure, self.build = structure, structure.build
+        self.cluster, self.devices = cluster, devices
         self.runtime, self.trace = runtime, trace
-        self.traffic = TrafficCost(build.lowered, cluster, devices)
+        self.traffic = TrafficCost(self.build.lowered, cluster, devices)
         self.compute = ComputeCost(cluster)
         self.op_costs: dict[object, tuple[Work, float]] = {}
-        self.rank_classes = RankClasses(build.parts)
         self.representatives: dict[Hashable, _Representative] = {}
         self.times: dict[str, list[TaskForecast]] = {}
         self.memory: dict[int, RankMemory] = {}
@@ -233,7 +288,7 @@ class _Forecaster:
         self.rings: set[Ring] = set()
 
     def run(self) -> Forecast:
-        exact, uneven = True, uneven_meshes(self.build)
+        exact, uneven = True, self.structure.uneven
         for column in self.build.schedule.columns:
             chosen, even = representative_ranks(self.build, column.ranks, uneven, self.cluster, self.devices)
             exact = exact and even
@@ -243,9 +298,9 @@ class _Forecaster:
         tasks = {part.name: self.slowest(part.name) for part in self.build.parts.tasks}
         transfers, links = self.transfers(), self.links()
         if self.runtime is not None and self.runtime.parameters.gather == "use":
-            tasks = _gathering(tasks)
+            tasks = gathering(tasks)
         if self.runtime is not None and self.runtime.messages.blocking:
-            tasks, transfers, links = _waiting(tasks, transfers), {}, {}
+            tasks, transfers, links = waiting(tasks, transfers), {}, {}
         graph = self.build.task_graph
         timeline = simulate(
             graph,
@@ -257,6 +312,8 @@ class _Forecaster:
             rings=self.rings,
             links=links,
         )
+        products = {work.dtype for work, _ in self.op_costs.values() if work.kind == "matmul"}
+        errors = errors_of(self.cluster, self.devices, self.runtime_of(self.devices[0]), products)
         sent: dict[str, float] = {}
         for part in self.build.parts.tasks:
             time, micro = tasks[part.name], graph.micro_batches if part.per_micro else 1
@@ -275,7 +332,21 @@ class _Forecaster:
             sent,
             self.workspaces,
             self.runtime,
+            errors,
+            self.shares(tasks, timeline),
         )
+
+    def shares(self, tasks: Mapping[str, TaskForecast], timeline: Timeline) -> dict[str, float]:
+        """What the step goes to on the ranks whose tasks take longest."""
+        micro, found = timeline.graph.micro_batches, dict[int, list[tuple[TaskTime, int]]]()
+        for ranks in timeline.columns:
+            runs = found.setdefault(ranks[0], [])
+            for task in timeline.graph.tasks:
+                if ranks[0] in task.ranks:
+                    times = tasks[task.name]
+                    runs += [(times.last, 1), (times.body, (micro - 1) * task.per_micro)]
+        longest = max(found.values(), key=lambda runs: sum(time.seconds * count for time, count in runs))
+        return step_shares(longest, self.cluster.kinds_between)
 
     def runtime_of(self, device: int) -> RuntimeModel:
         """What executes the program of a device."""
@@ -293,7 +364,7 @@ class _Forecaster:
 
     def time_rank(self, rank: int) -> None:
         """Time every task of one rank: op costs of its representative, its own messages and order."""
-        rank_class, order = self.rank_classes.of(rank), self.build.schedule.order(rank)
+        rank_class, order = self.structure.rank_classes.of(rank), self.build.schedule.order(rank)
         model = self.representative(rank, rank_class)
         task_pairs = zip(rank_class.tasks, model.rank_class.tasks, strict=True)
         task_names = {part.name: other.name for part, other in task_pairs}  # -> of the representative
@@ -308,12 +379,15 @@ class _Forecaster:
             receiver = self.build.parts.transfers[values_here[transfer]][1]
             self.rings.add(Ring(tasks_here[writer], receiver, depth, posting))
         rules = self.runtime_of(self.devices[rank]).memory
-        if rules.planner == "liveness":
-            steps = [(task_names[name], micro) for name, micro in order]
-            memory = liveness_memory(model.program, storage, steps, rules)
-        else:
-            memory = rank_memory(model.program, storage, model.workspace)
-        self.memory[rank] = replace(with_overhead(memory, rules), rank=rank)
+        key = rank, model.program.rank, rules
+        if key not in self.structure.memory:
+            if rules.planner == "liveness":
+                steps = [(task_names[name], micro) for name, micro in order]
+                memory = liveness_memory(model.program, storage, steps, rules)
+            else:
+                memory = rank_memory(model.program, storage, model.workspace)
+            self.structure.memory[key] = replace(with_overhead(memory, rules), rank=rank)
+        self.memory[rank] = self.structure.memory[key]
         streams = self.streams(model, rank, rank_class)
         tasks = {task.name: task for task in model.program.tasks}
         scattered = self.runtime_of(self.devices[rank]).gradients.each_micro_batch
@@ -328,13 +402,13 @@ class _Forecaster:
         pending: dict[str, float] = {}
         for name, micro in order:
             if name in bodies and micro != newest:
-                pending = _remaining(pending, bodies[name].seconds) if pending else pending
+                pending = remaining(pending, bodies[name].seconds) if pending else pending
                 continue
             task = tasks[task_names[name]]
             after = None if task.per_micro else pending
             last = streams.run(task, last=True, pending=after, trace=self.trace)
-            pending = {} if not task.per_micro else {**_remaining(pending, last.seconds), **last.late}
-            body, last = (_renamed(time, values_here) for time in (bodies.get(name, last), last))
+            pending = {} if not task.per_micro else {**remaining(pending, last.seconds), **last.late}
+            body, last = (renamed(time, values_here) for time in (bodies.get(name, last), last))
             stage = self.build.parts.stages[name]
             self.times.setdefault(name, []).append(TaskForecast(name, task.kind, stage, rank, body, last))
 
@@ -343,8 +417,7 @@ class _Forecaster:
         device = self.cluster.devices[self.devices[rank]]
         key = (rank_class.key, device.type, device.model, device.origin, rank if self.trace else None)
         if key not in self.representatives:
-            program = self.build.program(rank)
-            plan = planned(program)
+            program, plan = self.structure.plan(rank)
             runtime = self.runtime_of(device.index)
             number, costs = self.devices[rank], self.op_costs
             ops = OpCost(program, plan.storage, self.compute, number, costs, runtime.kernels)
@@ -401,53 +474,6 @@ class _Forecaster:
             for link, seconds in self.traffic.link_seconds(op).items():
                 links[link] = links.get(link, 0.0) + seconds
         return occupied
-
-
-def _waiting(
-    tasks: Mapping[str, TaskForecast], transfers: Mapping[tuple[str, str], float]
-) -> dict[str, TaskForecast]:
-    """Tasks whose ranks compute nothing while messages from and to other tasks are transferred."""
-    waiting: dict[str, float] = dict.fromkeys(tasks, 0.0)
-    for ends, seconds in transfers.items():
-        for name in ends:
-            waiting[name] += seconds
-
-    def later(time: TaskTime, seconds: float) -> TaskTime:
-        return replace(time, seconds=time.seconds + seconds, exposed=time.exposed + seconds)
-
-    return {
-        name: replace(task, body=later(task.body, waiting[name]), last=later(task.last, waiting[name]))
-        for name, task in tasks.items()
-    }
-
-
-def _gathering(tasks: Mapping[str, TaskForecast]) -> dict[str, TaskForecast]:
-    """Tasks of which each forward and backward one gathers parameters that load tasks else gather once."""
-    gathers = {
-        task.stage: task.last.seconds
-        for task in tasks.values()
-        if task.kind == "load" and task.last.communication
-    }
-
-    def changed(task: TaskForecast, time: TaskTime) -> TaskTime:
-        if task.stage in gathers and task.kind == "load":
-            return replace(time, seconds=0.0, exposed=0.0)
-        again = gathers.get(task.stage, 0.0) if task.kind in ("forward", "backward") else 0.0
-        return replace(time, seconds=time.seconds + again, exposed=time.exposed + again)
-
-    return {
-        name: replace(task, body=changed(task, task.body), last=changed(task, task.last))
-        for name, task in tasks.items()
-    }
-
-
-def _renamed(time: TaskTime, names: Mapping[str, str]) -> TaskTime:
-    sends = {names[sent]: end for sent, end in time.sends.items()}
-    return replace(time, sends=sends, late={names[value]: end for value, end in time.late.items()})
-
-
-def _remaining(pending: Mapping[str, float], seconds: float) -> dict[str, float]:
-    return {value: end - seconds for value, end in pending.items() if end > seconds}
 
 
 def out_of_memory(forecast: Forecast, cluster: Cluster) -> tuple[Shortage, ...]:

@@ -64,6 +64,7 @@ class TaskTime:
         communication: sum over all collectives, overlapped or not.
         flops: floating point operations of the contractions.
         wire: kind of link -> bytes that all ranks of the task send over it.
+        linked: kind of link -> seconds of collectives and messages over it, overlapped or not.
         sends: transfer op -> seconds from the start of the task until its bytes have arrived.
         late: value -> seconds from the end of the task until the collective that computes it ends.
         spans: ops by stream; empty unless requested.
@@ -75,6 +76,7 @@ class TaskTime:
     communication: float
     flops: float
     wire: Mapping[str, float] = field(default_factory=dict)
+    linked: Mapping[str, float] = field(default_factory=dict)
     sends: Mapping[str, float] = field(default_factory=dict)
     late: Mapping[str, float] = field(default_factory=dict)
     spans: tuple[Span, ...] = ()
@@ -237,6 +239,7 @@ class _Run:
         }
         self.sends: dict[str, float] = {}
         self.wire: dict[str, float] = {}
+        self.linked: dict[str, float] = {}
         self.spans: list[Span] = []
 
     def time(self) -> TaskTime:
@@ -273,6 +276,7 @@ class _Run:
             self.communication,
             self.flops,
             self.wire,
+            self.linked,
             self.sends,
             remaining,
             tuple(self.spans),
@@ -324,7 +328,7 @@ class _Run:
         self.flops += step.work.flops if step.work.kind == "matmul" else 0.0
 
     def _send(self, local: LocalOp, message: Message) -> None:
-        self._count_wire_bytes(message)
+        self._count_traffic(message)
         start = max(self.clock, self.outgoing, self.streams.host.issued(self.issued))
         self.outgoing = self.sends[local.op.name] = start + message.seconds
         self._record_span("send", local, start, message.seconds)
@@ -336,7 +340,7 @@ class _Run:
         self._wait(self.clock + seconds, seconds)
 
     def _communicate(self, local: LocalOp, message: Message) -> None:
-        self._count_wire_bytes(message)
+        self._count_traffic(message)
         self.issued += bool(message.link)
         name, channel = local.op.name, self._channel(local, message)
         start = max(self.clock, self.channels.get(channel, 0.0))
@@ -374,9 +378,10 @@ class _Run:
             if end > after and self.carrier[name] == channel:
                 self.ends[name] = end + seconds
 
-    def _count_wire_bytes(self, message: Message) -> None:
+    def _count_traffic(self, message: Message) -> None:
         if message.link:
             self.wire[message.link] = self.wire.get(message.link, 0.0) + message.wire
+            self.linked[message.link] = self.linked.get(message.link, 0.0) + message.seconds
 
     def _record_span(self, stream: str, local: LocalOp, start: float, seconds: float) -> None:
         if self.trace:

@@ -83,9 +83,14 @@ def write_measured(output: str, source: str, ranks: int, measured: Measured) -> 
         _resize(document, ranks)
         head = "# This machine, measured by distgraph profile.\n"
     _apply(document, measured)
-    text = yaml.dump(document, Dumper=_Writer, sort_keys=False, allow_unicode=True, width=110)
-    parse_cluster(head + text, output)  # what cannot be loaded is not written
-    write_atomically(output, head + text, ResourceError)
+    text = head + as_yaml(document)
+    parse_cluster(text, output)  # what cannot be loaded is not written
+    write_atomically(output, text, ResourceError)
+
+
+def as_yaml(document: Mapping[str, Any]) -> str:
+    """A document as YAML, in the order of its entries."""
+    return yaml.dump(document, Dumper=_Writer, sort_keys=False, allow_unicode=True, width=110)
 
 
 def _resize(document: dict[str, Any], ranks: int) -> None:
@@ -101,15 +106,15 @@ def _resize(document: dict[str, Any], ranks: int) -> None:
 
 def _apply(document: dict[str, Any], measured: Measured) -> None:
     for origin, fitted in measured.compute.items():
-        entry = _entry_at(document, origin)
+        entry = entry_at(document, origin)
         if fitted.memory_bandwidth:
-            entry["memory_bandwidth"] = _format_bandwidth(fitted.memory_bandwidth)
+            entry["memory_bandwidth"] = format_bandwidth(fitted.memory_bandwidth)
         if fitted.measured:
             rates = entry.setdefault("measured", {})
             rates.update({dtype: f"{rate / 1e9:.5g} GFLOP/s" for dtype, rate in fitted.measured.items()})
         entry["compute"] = _entry(fitted.compute)
         stated = {"compute": True, "memory_bandwidth": fitted.memory_bandwidth, "measured": fitted.measured}
-        _set_origins(entry, {name: _PROFILED for name, given in stated.items() if given})
+        set_origins(entry, {name: _PROFILED for name, given in stated.items() if given})
     if measured.links is not None:
         _apply_links(document, measured.links)
     if measured.tables:
@@ -123,17 +128,17 @@ def _apply(document: dict[str, Any], measured: Measured) -> None:
 
 def _apply_links(document: dict[str, Any], links: LinkFit) -> None:
     origins = {name: replace(_PROFILED, error=round(error, 3)) for name, error in links.error.items()}
-    document["launch"], document["origin"] = _format_time(links.launch), str(origins["latency"])
-    formats = {"latency": (links.latency, _format_time), "bandwidth": (links.bandwidth, _format_bandwidth)}
+    document["launch"], document["origin"] = format_time(links.launch), str(origins["latency"])
+    formats = {"latency": (links.latency, format_time), "bandwidth": (links.bandwidth, format_bandwidth)}
     for name, (fitted, write) in formats.items():
         for origin, number in fitted.items():
             if "[]" not in origin:
-                entry = _entry_at(document, origin)
+                entry = entry_at(document, origin)
                 entry[name] = write(number)
-                _set_origins(entry, {name: origins[name]})
+                set_origins(entry, {name: origins[name]})
 
 
-def _set_origins(entry: dict[str, Any], origins: Mapping[str, Origin]) -> None:
+def set_origins(entry: dict[str, Any], origins: Mapping[str, Origin]) -> None:
     """State where new numbers of an entry come from; the origins of its other numbers stay."""
     before = entry.get("origin", {})
     if isinstance(before, str):  # of all numbers of the entry
@@ -142,7 +147,7 @@ def _set_origins(entry: dict[str, Any], origins: Mapping[str, Origin]) -> None:
     entry["origin"] = kept | {name: str(origin) for name, origin in origins.items()}
 
 
-def _entry_at(document: Any, origin: str) -> Any:
+def entry_at(document: Any, origin: str) -> Any:
     """The mapping at a path such as machines[0].devices[1] or machines[0].nics.attach."""
     for name, index in re.findall(r"(\w+)|\[(\d+)\]", origin):
         document = document[name] if name else document[int(index)]
@@ -175,7 +180,8 @@ def _replaces(new: Mapping[str, Any], old: Mapping[str, Any]) -> bool:
     return second is None or first == second
 
 
-def _format_time(seconds: float) -> str:
+def format_time(seconds: float) -> str:
+    """Seconds as a time of a resource file."""
     return f"{seconds * 1e6:.5g} us"
 
 
@@ -184,7 +190,8 @@ def _format_size(nbytes: float) -> str:
     return text if parse(text, SIZE) == nbytes else f"{nbytes:.12g} B"
 
 
-def _format_bandwidth(bandwidth: float) -> str:
+def format_bandwidth(bandwidth: float) -> str:
+    """Bytes per second as a bandwidth of a resource file."""
     return f"{bandwidth / 1e9:.5g} GB/s"
 
 
@@ -193,7 +200,7 @@ def _round(number: float) -> float:
 
 
 _FORMATS: Final[Mapping[str, Callable[[float], Any]]] = {
-    **dict.fromkeys(("launch", "op", "task", "step", "message", "times", "busy"), _format_time),
+    **dict.fromkeys(("launch", "op", "task", "step", "message", "times", "busy"), format_time),
     **dict.fromkeys(("bytes", "sizes"), _format_size),
     "flops": lambda work: f"{work:.12g} FLOP",
     "rates": lambda seconds: f"{seconds * 1e9:.5g} ns",

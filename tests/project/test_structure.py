@@ -14,6 +14,7 @@ PRODUCT = ("distgraph", "passes", "runtime", "resources")
 ONE_THING = (
     {"distgraph/ops", "distgraph/kernels", "distgraph/nn"},  # an op, its kernel and its layer
     {"distgraph/frontends/torch", "distgraph/frontends/jax"},  # the same step for two frameworks
+    {"distgraph/cli/calibrate.py", "runtime/profile/calibration/calibrate.py"},
     {"distgraph/cli/check.py", "distgraph/engine/commands/check.py"},  # a command and what it does
     {"distgraph/cli/cluster.py", "resources/cluster.py"},
     {"distgraph/cli/forecast.py", "runtime/forecast/forecast.py"},

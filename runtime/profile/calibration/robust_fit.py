@@ -26,6 +26,7 @@ from scipy.optimize import least_squares
 from distgraph.errors import ResourceError
 
 Array = NDArray[np.float64]
+Rows = NDArray[np.intp]
 Forecast = Callable[[Mapping[str, float]], Array]
 """Values by name -> forecast seconds of all rows."""
 
@@ -66,7 +67,7 @@ def fit(
     parameters: Sequence[Parameter],
     forecast: Forecast,
     measured: Array,
-    rows: Array | None = None,
+    rows: Rows | None = None,
     *,
     scale: float = 0.1,
 ) -> Fit:
@@ -131,13 +132,13 @@ def _check(parameters: Sequence[Parameter], measured: Array) -> None:
             )
 
 
-def by_rows(count: int, folds: int, seed: int = 0) -> list[Array]:
+def by_rows(count: int, folds: int, seed: int = 0) -> list[Rows]:
     """Row numbers of each fold, shuffled; sizes differ by one at most."""
     order = np.random.default_rng(seed).permutation(count)
     return [np.sort(order[at::folds]) for at in range(min(folds, count))]
 
 
-def by_group(keys: Sequence[Hashable]) -> list[Array]:
+def by_group(keys: Sequence[Hashable]) -> list[Rows]:
     """Row numbers of each fold, one fold for each key."""
     found: dict[Hashable, list[int]] = {}
     for row, key in enumerate(keys):
@@ -145,11 +146,17 @@ def by_group(keys: Sequence[Hashable]) -> list[Array]:
     return [np.array(rows) for rows in found.values()]
 
 
+def group_folds(keys: Sequence[Hashable], folds: int = 10) -> list[Rows]:
+    """Row numbers of each fold; all rows with one key are in one fold."""
+    groups = by_group(keys)
+    return [np.sort(np.concatenate(groups[at::folds])) for at in range(min(folds, len(groups)))]
+
+
 def cross_validate(
     parameters: Sequence[Parameter],
     forecast: Forecast,
     measured: Array,
-    folds: Sequence[Array],
+    folds: Sequence[Rows],
     *,
     scale: float = 0.1,
 ) -> Array:
@@ -174,16 +181,16 @@ def fits(
     parameters: Sequence[Parameter],
     forecast: Forecast,
     measured: Array,
-    folds: Sequence[Array],
+    folds: Sequence[Rows],
     *,
     scale: float = 0.1,
-) -> Iterator[tuple[Array, Fit]]:
+) -> Iterator[tuple[Rows, Fit]]:
     """(rows of a fold, the fit to all other rows) for each fold."""
     for fold, outside in splits(len(measured), folds):
         yield fold, fit(parameters, forecast, measured, outside, scale=scale)
 
 
-def splits(count: int, folds: Sequence[Array]) -> Iterator[tuple[Array, Array]]:
+def splits(count: int, folds: Sequence[Rows]) -> Iterator[tuple[Rows, Rows]]:
     """(rows of a fold, all other rows) for each fold."""
     for fold in folds:
         yield fold, np.setdiff1d(np.arange(count), fold)

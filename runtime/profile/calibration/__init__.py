@@ -1,0 +1,1 @@
+"""Calibration: numbers of resource files and runtime models, fitted to measured steps, with their errors."""
