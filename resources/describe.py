@@ -39,6 +39,7 @@ def describe(cluster: Cluster) -> str:
     links = Counter(_link(link) for link in cluster.links)
     lines += [f"  {count} x {text}" for text, count in links.items()]
     lines += map(_ring, network.rings)
+    lines += [] if cluster.errors is None else [f"  forecasts: {cluster.errors}"]
     lines += [f"  origin of {path}: {origin}" for path, origin in _grouped(cluster.origins).items()]
     return "\n".join(lines)
 

@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from pydantic import PlainValidator
+from pydantic import Field, PlainValidator
 
 from distgraph.ir.index_rule import OpLayout
 from distgraph.ir.matmul_algorithm import MatmulAlgorithm
 from distgraph.ir.mesh import ProcessMesh, is_axis_name
 from distgraph.ir.sharding_spec import ShardSpec
+from distgraph.plan.forecast_errors import ForecastErrors, Uncertain
 from distgraph.serialization.documents import Count, Number, Seconds, documented, documented_as_text
 
 KINDS = ("input", "param", "state")
@@ -228,7 +229,11 @@ class Rest:
         return cls(split_names(decomposed), parse_placed(placed), found)
 
 
-@documented("plan")
+Shares = Mapping[str, Annotated[float, Field(ge=0, le=1)]]
+"""Kind of error -> part of a step, see `forecast_errors`."""
+
+
+@documented("plan", "shares", "errors", "beside")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
     """A forecast in short.
@@ -237,11 +242,28 @@ class Estimate:
         seconds: of a step.
         memory: of every stage the peak bytes of its fullest device.
         plan: `Plan.digest` of the plan that was forecast; empty where nobody noted it.
+        shares: what the step goes to.
+        errors: of forecasts on the cluster under the runtime; None where they are not known.
+        beside: name of a baseline -> what its step goes to.
     """
 
     seconds: Seconds
     memory: tuple[Count, ...] = ()
     plan: str = ""
+    shares: Shares = field(default_factory=dict)
+    errors: ForecastErrors | None = None
+    beside: Mapping[str, Shares] = field(default_factory=dict)
+
+    @property
+    def uncertain(self) -> Uncertain | None:
+        """The seconds with their interval; None without errors."""
+        return None if self.errors is None else Uncertain(self.seconds, self.shares, self.errors)
+
+    def baseline(self, name: str, seconds: float) -> Uncertain | None:
+        """The seconds of a baseline with their interval; None where its shares are not known."""
+        if self.errors is None or name not in self.beside:
+            return None
+        return Uncertain(seconds, self.beside[name], self.errors)
 
 
 @documented("instead")

@@ -134,10 +134,19 @@ class Uncertain:
     def equals(self, other: Uncertain) -> bool:
         """Whether the forecast cannot tell which of two plans is faster: their ratio may be 1.
 
-        Errors that both share cancel. Both are forecasts with the same errors, those of this one.
+        What both forecasts share, which have the same errors, cancels. Forecasts with other errors, for
+        another cluster or runtime, share nothing.
         """
-        ratio = math.log(self.seconds / other.seconds)
-        return abs(ratio) <= WIDTH * self.errors.difference(self.shares, other.shares)
+        if not self.seconds or not other.seconds:
+            return self.seconds == other.seconds
+        deviation = math.hypot(self.errors.step(self.shares), other.errors.step(other.shares))
+        if self.errors == other.errors:
+            deviation = self.errors.difference(self.shares, other.shares)
+        return abs(math.log(self.seconds / other.seconds)) <= WIDTH * deviation
+
+
+EQUAL: Final = "equal within the forecast"
+"""What is said of two plans that a forecast cannot tell apart (`Uncertain.equals`)."""
 
 
 def in_seconds(seconds: float) -> str:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from distgraph.ir.range_notation import fold, spans, unfold
 from distgraph.plan.components import Decision, LayerOps
 from distgraph.plan.constraints import SearchConstraints
+from distgraph.plan.forecast_errors import EQUAL, Uncertain, in_seconds
 
 if TYPE_CHECKING:
     from distgraph.plan.plan import Plan
@@ -25,15 +26,20 @@ class Comparison:
 
     Attributes:
         rows: (what, in the first, in the second).
+        verdict: which is faster by forecast, or that a forecast cannot tell.
     """
 
     rows: tuple[tuple[str, str, str], ...]
+    verdict: str = ""
 
     def __bool__(self) -> bool:
         return bool(self.rows)
 
     def __str__(self) -> str:
-        return _table([("", "this", "other"), *self.rows]) if self.rows else "no difference"
+        if not self.rows:
+            return "no difference"
+        table = _table([("", "this", "other"), *self.rows])
+        return f"{table}\n{self.verdict}" if self.verdict else table
 
 
 def shown(plan: Plan) -> str:
@@ -57,7 +63,7 @@ def shown(plan: Plan) -> str:
         parts.append("front of step time, peak memory and devices\n" + _table(_front(plan)))
     if plan.search.status:
         bound = plan.search.bound
-        limit = "" if bound is None else f"; no plan can take less than {_seconds(bound)}"
+        limit = "" if bound is None else f"; no plan can take less than {in_seconds(bound)}"
         names = (field.name for field in fields(SearchConstraints))
         given = [f"{name}={plan.search.settings[name]}" for name in names if name in plan.search.settings]
         kept = f"; given: {', '.join(given)}" if given else ""
@@ -77,7 +83,7 @@ def _layouts(plan: Plan) -> list[tuple[str, str, str]]:
 
 def told(plan: Plan, decision: Decision) -> list[str]:
     """A decision: what was chosen, its terms, the runner-up and what it would cost."""
-    costs = ", ".join(f"{name} {_seconds(cost)}" for name, cost in decision.terms.items())
+    costs = ", ".join(f"{name} {in_seconds(cost)}" for name, cost in decision.terms.items())
     lines = [f"  chosen: {decision.chosen}" + (f" ({costs})" if costs else "")]
     if decision.runner_up:
         lines.append(f"  runner-up: {decision.runner_up}{_instead(plan, decision.runner_up_seconds)}")
@@ -88,15 +94,19 @@ def _instead(plan: Plan, seconds: float | None) -> str:
     if seconds is None:
         return ""
     if plan.forecast is None:
-        return f", a step of {_seconds(seconds)}"
-    mine = plan.forecast.seconds
-    return f", a step of {_seconds(seconds)} in place of {_seconds(mine)} ({seconds / mine - 1:+.2%})"
+        return f", a step of {in_seconds(seconds)}"
+    mine, own = plan.forecast.seconds, plan.forecast.uncertain
+    # A runner-up differs in one decision, so its step goes to the same things.
+    equal = f", {EQUAL}" if own is not None and own.equals(replace(own, seconds=seconds)) else ""
+    return (
+        f", a step of {in_seconds(seconds)} in place of {in_seconds(mine)} ({seconds / mine - 1:+.2%}{equal})"
+    )
 
 
 def compared(left: Plan, right: Plan) -> Comparison:
     """What differs between two plans."""
     rows = ((what, str(mine), str(theirs)) for what, mine, theirs in _rows(left, right))
-    return Comparison(tuple(row for row in rows if row[1] != row[2]))
+    return Comparison(tuple(row for row in rows if row[1] != row[2]), _verdict(left, right))
 
 
 def _rows(left: Plan, right: Plan) -> Iterable[tuple[str, Any, Any]]:
@@ -173,7 +183,26 @@ def _compared_ops(left: Sequence[LayerOps], right: Sequence[LayerOps]) -> Iterab
 
 
 def _forecast_text(plan: Plan) -> str:
-    return "none" if plan.forecast is None else f"{_seconds(plan.forecast.seconds)}{_before(plan)}"
+    if plan.forecast is None:
+        return "none"
+    uncertain = plan.forecast.uncertain
+    interval = "" if uncertain is None else f" ({uncertain.interval})"
+    return f"{in_seconds(plan.forecast.seconds)}{interval}{_before(plan)}"
+
+
+def _verdict(left: Plan, right: Plan) -> str:
+    """Which of two plans is faster by forecast; "" where the errors of a forecast are not known."""
+    this, other = _uncertain(left), _uncertain(right)
+    if this is None or other is None:
+        return ""
+    if this.equals(other):
+        return f"the steps of both are {EQUAL}"
+    return f"{'this' if this.seconds < other.seconds else 'other'} is faster by forecast"
+
+
+def _uncertain(plan: Plan) -> Uncertain | None:
+    """The forecast of a plan with its errors; None where there are none, or the plan was changed since."""
+    return None if plan.forecast is None or plan.is_changed else plan.forecast.uncertain
 
 
 def _memory_text(plan: Plan, stage: int) -> str:
@@ -184,25 +213,33 @@ def _memory_text(plan: Plan, stage: int) -> str:
 
 def _times(plan: Plan) -> list[tuple[str, str]]:
     assert plan.forecast is not None
-    rows = [(f"this plan{_before(plan)}", _seconds(plan.forecast.seconds))]
-    for name, found in plan.baselines.items():
-        rows.append((name, found if isinstance(found, str) else _seconds(found)))
+    own = plan.forecast.uncertain
+    interval = "" if own is None else f" ({own.interval})"
+    rows = [(f"this plan{_before(plan)}", f"{in_seconds(plan.forecast.seconds)}{interval}")]
+    for name, baseline in plan.baselines.items():
+        rows.append((name, baseline if isinstance(baseline, str) else _baseline(plan, name, baseline)))
     return rows
+
+
+def _baseline(plan: Plan, name: str, seconds: float) -> str:
+    """Seconds of a baseline with their interval, and whether the plan is really faster."""
+    assert plan.forecast is not None
+    own, other = plan.forecast.uncertain, plan.forecast.baseline(name, seconds)
+    if own is None or other is None:
+        return in_seconds(seconds)
+    equal = f", {EQUAL}" if own.equals(other) and not plan.is_changed else ""
+    return f"{in_seconds(seconds)} ({other.interval}){equal}"
 
 
 def _front(plan: Plan) -> list[tuple[str, str, str, str]]:
     return [
-        (_seconds(each.seconds), _bytes(each.memory), _counted(each.devices, "device"), each.plan)
+        (in_seconds(each.seconds), _bytes(each.memory), _counted(each.devices, "device"), each.plan)
         for each in plan.search.front
     ]
 
 
 def _counted(number: int, what: str) -> str:
     return f"{number} {what}{'s' * (number > 1)}"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.4g} s" if seconds >= 1 else f"{seconds * 1e3:.4g} ms"
 
 
 def _bytes(count: int) -> str:

@@ -156,8 +156,12 @@ def document(plan: Plan) -> dict[str, Any]:
     for number, ops in enumerate(plan.ops):
         groups.setdefault(ops, []).append(number)
     forecast, surface = plain(plan.forecast), plan.surface
-    if forecast is not None and not forecast["plan"]:
-        del forecast["plan"]
+    if forecast is not None:
+        for name in ("plan", "shares", "errors", "beside"):
+            if not forecast[name]:
+                del forecast[name]
+            elif name != "plan":
+                forecast[name] = Record(forecast[name])
     search = plain(plan.search)
     if not plan.search.front:
         del search["front"]

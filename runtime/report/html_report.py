@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from distgraph.errors import RuntimeFault, installing
+from distgraph.plan.forecast_errors import EQUAL
 from distgraph.resources import Cluster
 from distgraph.resources.describe import describe
 from distgraph.resources.mesh_communication import MeshCommunication
@@ -158,7 +159,7 @@ class Page:
         share = exposed / forecast.step_seconds if forecast.step_seconds else 0.0
         rate = forecast.total_flops / forecast.step_seconds if forecast.step_seconds else 0.0
         return {
-            "step": f"<b>{format_si(forecast.step_seconds, 's')}</b>",
+            "step": f"<b>{format_si(forecast.step_seconds, 's')}</b>{self._interval(forecast)}",
             "FLOP/s over all ranks": format_si(rate, "FLOP/s"),
             "bubble": f"{max(0.0, forecast.bubble):.1%} of the step, mean rank",
             "exposed communication": f"{format_si(exposed, 's')} ({share:.1%}) on the rank that waits most",
@@ -166,6 +167,12 @@ class Page:
             "does it fit": fits if self.subject.cluster is not None else "not asked",
             "sent in a step": html.escape(", ".join(sent) or "nothing"),
         }
+
+    def _interval(self, forecast: Forecast) -> str:
+        """The interval of a step, and of another forecast whether it differs from that of the page."""
+        own, other = self.forecast.uncertain, forecast.uncertain
+        equal = f", {EQUAL}" if forecast is not self.forecast and own.equals(other) else ""
+        return f" (80 % of steps: {other.interval}{equal})"
 
     def _timeline(self) -> str:
         figure, note = timeline_figure(self.forecast, self.subject.measured)

@@ -65,7 +65,7 @@ def test_plan_keeps_what_is_given(files: dict[str, str]) -> None:
         "plan", "--start", files["plan"], "--seconds", "0", "--cluster", files["boxes"], files["plain"]
     )
     assert code == 0, output
-    assert re.search(r"^  start +[\d.]+ ms$", output, re.MULTILINE)
+    assert re.search(r"^  start +[\d.]+ ms \([\d.]+ ms to [\d.]+ ms\)", output, re.MULTILINE)
     for option, value, message in (
         ("--start", files["plain"], "plain.py"),
         ("--recompute", "some", "--recompute is 'some' but must be numbers of layers such as 0-3,7"),

@@ -237,12 +237,12 @@ def _search_events(
 
     def as_compiled() -> Plan:
         plan = extract_plan(request, forecasted.build, forecasted.mapping, cluster)
-        baselines = {
-            name: baseline if isinstance(baseline, str) else baseline.step_seconds
-            for name, baseline in forecasted.data_parallel_baseline().items()
-        }
+        compared = forecasted.data_parallel_baseline()
+        baselines = {n: each if isinstance(each, str) else each.step_seconds for n, each in compared.items()}
+        shares = {n: each.shares for n, each in compared.items() if not isinstance(each, str)}
+        found = replace(estimate(plan, forecasted.forecast), beside=shares)
         search = Found(mode=options.mode, status="not searched", settings=options.settings())
-        return replace(plan, forecast=estimate(plan, forecasted.forecast), baselines=baselines, search=search)
+        return replace(plan, forecast=found, baselines=baselines, search=search)
 
     yield Step("forecast", forecasted.forecast.step_seconds, as_compiled)
 

@@ -169,6 +169,8 @@ def estimate(plan: Plan, forecast: Forecast) -> Estimate:
             max(peaks[rank] for rank in stage.mesh.members if rank in peaks) for stage in plan.stages
         ),
         plan=plan.digest,
+        shares={kind: round(share, 4) for kind, share in forecast.shares.items() if share >= 5e-5},
+        errors=forecast.errors,
     )
 
 

@@ -38,6 +38,7 @@ class Evaluation:
         memory: peak bytes of the fullest device.
         devices: that the program uses.
         eligible: whether it may be the answer.
+        shares: what its step goes to, see `Forecast.shares`.
     """
 
     origin: str
@@ -51,6 +52,7 @@ class Evaluation:
     memory: int = 0
     devices: int = 0
     eligible: bool = True
+    shares: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def fits(self) -> bool:
@@ -93,6 +95,7 @@ def evaluation_of(program: BuiltCandidate, *, other_layouts: bool = False) -> Ev
         program,
         math.ceil(program.forecast.peak_memory),
         len(program.build.ranks),
+        shares=program.forecast.shares,
     )
 
 
@@ -219,6 +222,7 @@ class Evaluations:
     Attributes:
         best: the fastest program so far that fits and may be the answer.
         baselines: name -> seconds of a step, or why there is none.
+        baseline_shares: name -> what the step goes to, of those with seconds.
         all: in the order in which they were made.
         left_out: origin -> the constraint that a program does not keep.
     """
@@ -226,6 +230,7 @@ class Evaluations:
     evaluator: Evaluator
     best: Evaluation | None = None
     baselines: dict[str, float | str] = field(default_factory=dict)
+    baseline_shares: dict[str, Mapping[str, float]] = field(default_factory=dict)
     all: list[Evaluation] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
     _last_seconds: float = 0.0
@@ -277,7 +282,8 @@ class Evaluations:
         before = self.baselines.get(name, "")
         if evaluation.fits:
             seconds = evaluation.seconds
-            self.baselines[name] = seconds if isinstance(before, str) else min(before, seconds)
+            if isinstance(before, str) or seconds < before:
+                self.baselines[name], self.baseline_shares[name] = seconds, evaluation.shares
         elif isinstance(before, str):
             self.baselines[name] = f"out of memory by {format_bytes(evaluation.missing_bytes)}"
 

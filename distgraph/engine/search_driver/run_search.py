@@ -131,8 +131,11 @@ def plan_of_search(state: SearchState, settings: Mapping[str, str | int | float 
     status = "feasible" if not state.expired() else "out of time"
     gap = None if state.bound is None else state.best.seconds / state.bound - 1
     evaluations = state.evaluations
+    plan = state.explainer.plan_of(state.best.built(state.layout_costs))
+    forecast = plan.forecast and replace(plan.forecast, beside=dict(evaluations.baseline_shares))
     return replace(
-        state.explainer.plan_of(state.best.built(state.layout_costs)),
+        plan,
+        forecast=forecast,
         baselines=dict(evaluations.baselines),
         search=Found(
             mode=state.mode,
