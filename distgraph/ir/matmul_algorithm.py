@@ -12,7 +12,10 @@ from distgraph.errors import ShardingError
 
 CONTRACTIONS = ("matmul", "einsum")
 """Kinds of ops that a distributed algorithm may compute."""
-_TEXT = re.compile(r"(?P<name>\w+)(\(slices=(?P<slices>[0-9]{1,9}), block=(?P<block>[0-9]{1,9})\))?")
+_TEXT = re.compile(
+    r"(?P<name>\w+)"
+    r"(\(slices=(?P<slices>[0-9]{1,9}), block=(?P<block>[0-9]{1,9})\)|\(ring=(?P<ring>\w+)\))?"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +28,8 @@ class MatmulAlgorithm:
             computation of another. 1 for the others.
         block: neighbouring rows or columns that stay together when a shard is sliced, such as those of one
             cache line.
+        ring: mesh axis along which "wang" moves a matrix as a ring; None: that of the matrix that sends more
+            bytes. None for the others.
 
     Raises:
         ShardingError: fewer than one slice, or a block without rows.
@@ -37,6 +42,7 @@ class MatmulAlgorithm:
     name: str
     slices: int = 1
     block: int = 1
+    ring: str | None = None
 
     def __post_init__(self) -> None:
         for field in ("slices", "block"):
@@ -46,6 +52,8 @@ class MatmulAlgorithm:
                 )
 
     def __str__(self) -> str:
+        if self.ring is not None:
+            return f"{self.name}(ring={self.ring})"
         sliced = (self.slices, self.block) != (1, 1)
         return f"{self.name}(slices={self.slices}, block={self.block})" if sliced else self.name
 
@@ -53,10 +61,10 @@ class MatmulAlgorithm:
     def parse(cls, text: str) -> MatmulAlgorithm:
         """Inverse of `str`. Raises ValueError or ShardingError.
 
-        >>> MatmulAlgorithm.parse("wang")
-        MatmulAlgorithm(name='wang', slices=1, block=1)
+        >>> MatmulAlgorithm.parse("wang(ring=rows)")
+        MatmulAlgorithm(name='wang', slices=1, block=1, ring='rows')
         """
         match = _TEXT.fullmatch(text)
         if match is None:
             raise ValueError(text)
-        return cls(match["name"], int(match["slices"] or 1), int(match["block"] or 1))
+        return cls(match["name"], int(match["slices"] or 1), int(match["block"] or 1), match["ring"])

@@ -51,11 +51,13 @@ class ProductSeconds:
         total: from its beginning to its end.
         compute: of a chip.
         communication: of a chip along both axes, whether or not it is hidden under computation.
+        ring: mesh axis that wang makes a ring; None for other algorithms.
     """
 
     total: float
     compute: float
     communication: CommunicationSeconds
+    ring: int | None = None
 
     @property
     def exposed(self) -> float:
@@ -116,12 +118,18 @@ def _summa(case: _Case) -> Priced:
 
 
 def _wang(case: _Case) -> Priced:
+    seconds, communication, _ = _faster_ring(case)
+    return seconds, communication
+
+
+def _faster_ring(case: _Case) -> tuple[float, CommunicationSeconds, int]:
+    """Wang's algorithm with the ring along the axis with which it takes fewer seconds, and that axis."""
     options = []
     for ring, whole in (case.product.flows, case.product.flows[::-1]):
         before, chips = case.collective(whole), case.mesh[ring.axis]
         shift, compute = case.shift(ring), case.compute / chips
         seconds = before.total + (chips - 1) * max(shift.total, compute) + compute
-        options.append((seconds, before + shift.times(chips - 1)))
+        options.append((seconds, before + shift.times(chips - 1), ring.axis))
     return min(options, key=lambda option: option[0])
 
 
@@ -205,7 +213,8 @@ def product_seconds(
     compute = product.flops(math.prod(mesh)) / flops_per_second
     case = _Case(product, mesh, slices, prices, compute, item_bytes)
     total, communication = _ALGORITHMS[algorithm](case)
-    return ProductSeconds(total, compute, communication)
+    ring = _faster_ring(case)[2] if algorithm == "wang" else None
+    return ProductSeconds(total, compute, communication, ring)
 
 
 def check_algorithm(algorithm: str, mesh: Mesh) -> None:

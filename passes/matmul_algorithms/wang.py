@@ -1,7 +1,7 @@
 """Wang's algorithm: one matrix goes round a ring of ranks, the other that moves does so as a whole.
 
 In:   a contraction in one of the dataflows of `product.py`.
-Out:  the matrix whose movement sends more bytes goes round its axis of P ranks in P - 1 steps, each of which
+Out:  one matrix goes round its axis of P ranks in P - 1 steps, each of which
       sends a block to a neighbour while the block before it is multiplied; the matrix of the other direction
       is gathered before them, or scattered behind them, by one collective.
 Invariant: in step t a rank at position j has block j + t of what goes round: the same tensor, on the mesh
@@ -96,12 +96,22 @@ def _check(product: Product, movement: Movement) -> None:
 
 @register_matmul_algorithm("wang")
 def wang(product: Product, algorithm: MatmulAlgorithm) -> None:
-    """Compute a contraction with the larger movement as a ring of SendRecvs under its partial products.
+    """Compute a contraction with one movement as a ring of SendRecvs under its partial products.
+
+    That is the movement along the axis that the algorithm names, else the one that sends more bytes.
 
     Raises:
-        ShardingError: the ranks along an axis do not divide a dim that it splits.
+        ShardingError: the ranks along an axis do not divide a dim that it splits; no matrix moves along the
+            axis that is to be the ring.
     """
-    ring = movements(product)[0]
+    found = movements(product)
+    ring = next((each for each in found if algorithm.ring in (None, each.axis)), None)
+    if ring is None:
+        axes = sorted({each.axis for each in found})
+        raise ShardingError(
+            f"{product.subject}: algorithm {algorithm} has a ring along {algorithm.ring} but matrices move "
+            f"along {', '.join(axes)}; use one of these"
+        )
     if ring.tensor == 2:
         _scatter_round(product, ring)
     else:

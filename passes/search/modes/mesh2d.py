@@ -166,10 +166,7 @@ def layouts_by_tuner(
         algorithms = dict(annotated.algorithms)
         for layer, each in zip(layers, tuning.layers, strict=True):
             if layer.op in names:
-                slices = [product.slices for product in each.products]
-                if each.dataflow == "RS":
-                    slices = [_slices_of_batch(layer, mesh, count, block) for count in slices]
-                algorithms |= _algorithms(graph, layer, algorithm, slices, block)
+                algorithms |= layer_algorithms(graph, layer, each, mesh, algorithm, block)
         nbytes = (layer.weight.nbytes / math.prod(tuning.mesh) for layer in layers)
         prices = ClusterPrices(cluster, data=_data(mesh))
         reduction = sum(prices.reduction_seconds(tuning.mesh, each) for each in nbytes)
@@ -292,13 +289,27 @@ def _slices_of_batch(layer: LinearLayer, mesh: ProcessMesh, count: int, block: i
     return max(each for each in range(1, count + 1) if each == 1 or shard % (each * block) == 0)
 
 
-def _algorithms(
-    graph: Graph, layer: LinearLayer, name: str, slices: Sequence[int], block: int
+def layer_algorithms(
+    graph: Graph, layer: LinearLayer, tuning: LayerTuning, mesh: ProcessMesh, name: str, block: int
 ) -> dict[str, MatmulAlgorithm]:
-    """Algorithms of a layer's forward product and of those of its gradients."""
-    forward, backward_data, backward_weight = (
-        MatmulAlgorithm(name, count, block if count > 1 else 1) for count in slices
-    )
+    """Name of an op -> its algorithm, for a layer's forward product and those of its gradients.
+
+    Args:
+        graph: of the layer.
+        layer: one of `linear_layers`.
+        tuning: its slices, and for Wang's algorithm its rings.
+        mesh: of two axes, or three with one for data first.
+        name: of the algorithm.
+        block: neighbouring rows or columns that stay together when a shard is sliced.
+    """
+    three = []
+    for product in tuning.products:
+        count, ring = product.slices, product.seconds.ring
+        if tuning.dataflow == "RS":
+            count = _slices_of_batch(layer, mesh, count, block)
+        axis = None if ring is None else mesh.axes[-2:][ring]
+        three.append(MatmulAlgorithm(name, count, block if count > 1 else 1, axis))
+    forward, backward_data, backward_weight = three
     algorithms = {layer.op: forward}
     for op in _backward(graph, layer):
         algorithms[op.name] = backward_data if _reads_weight(op, layer) else backward_weight

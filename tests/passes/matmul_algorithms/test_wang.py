@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
-from support.programs.matrix_products import Product, product
+from support.programs.matrix_products import FLOWS, Product, product
 from support.programs.partitioned import run_partitioned
 
 import distgraph as dg
 from distgraph import ops
 from distgraph.errors import ShardingError
 from distgraph.ir.matmul_algorithm import MatmulAlgorithm
+from distgraph.ir.parser import parse_graph
 from distgraph.passes.complete import complete
 from distgraph.passes.matmul_algorithms.distribute_matmuls import distribute_matmuls
 from distgraph.runtime.program.build import build
@@ -52,6 +55,29 @@ def test_one_axis(first: list[str | None], weight: list[str | None], last: list[
     found, _, _ = run_partitioned(complete(graph, mesh), [{"x": x, "w": w}], {})
     ((value,),) = found.values()
     np.testing.assert_allclose(value, x @ w, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("flow", FLOWS)
+@pytest.mark.parametrize("ring", ["rows", "cols"])
+def test_either_axis_may_be_the_ring(ring: str, flow: str) -> None:
+    case = replace(product(2, 4, flow, "wang"), algorithm=MatmulAlgorithm("wang", ring=ring))
+    feeds, params = case.arrays()
+    graph = case.completed()
+    graph = replace(graph, algorithms=dict.fromkeys(graph.algorithms, case.algorithm))
+    assert parse_graph(str(graph)) == graph
+    found, _, built = run_partitioned(graph, [feeds], params)
+    for name, expected in case.expected().items():
+        np.testing.assert_allclose(found[name][0], expected, rtol=0, atol=1e-12 * np.abs(expected).max())
+    steps = {"rows": 2, "cols": 4}[ring] - 1
+    assert [op.kind for op in built.lowered.ops].count("comm.transfer") == 3 * steps
+
+
+def test_a_ring_along_an_axis_without_movement_is_refused() -> None:
+    case = product(2, 4, "OS", "wang")
+    graph = case.completed()
+    graph = replace(graph, algorithms=dict.fromkeys(graph.algorithms, MatmulAlgorithm("wang", ring="tp")))
+    with pytest.raises(ShardingError, match=r"a ring along tp but matrices move along cols, rows; use one"):
+        distribute_matmuls(graph)
 
 
 def test_dims_that_the_ring_does_not_divide_are_refused() -> None:
