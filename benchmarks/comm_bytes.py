@@ -57,9 +57,9 @@ from distgraph.ir.reference_interpreter import interpret
 from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
 from distgraph.passes.choose_completion import choose_completion
 from distgraph.passes.complete import complete
+from distgraph.runtime.execute.process_group import InProcessWorld
 from distgraph.runtime.execute.worker import Worker
 from distgraph.runtime.program.build import Build, build
-from distgraph.runtime.transport.inprocess import run_ranks
 from distgraph.tracing.tensor import Tensor
 from distgraph.tracing.tracer import Trace
 
@@ -246,14 +246,16 @@ def largest_error(case: Case, traced: Graph, built: Build) -> float:
             found[name if kinds == ("input",) else op.name] = np.array(block, order="C")
         return found
 
-    def step(transport: Any) -> dict[str, Any]:
-        feeds = {name: [block] for name, block in blocks(transport.rank, "input").items()}
-        sources = blocks(transport.rank, "param", "state")
-        worker = Worker(built.program(transport.rank), built.schedule, transport, np, sources)
+    world = InProcessWorld(len(built.ranks))
+
+    def step(rank: int) -> dict[str, Any]:
+        feeds = {name: [block] for name, block in blocks(rank, "input").items()}
+        sources = blocks(rank, "param", "state")
+        worker = Worker(built.program(rank), built.schedule, world.transport(rank), np, sources)
         return {label: np.array(block) for label, block in worker.step(feeds).items()}
 
     worst = 0.0
-    for rank, found in enumerate(run_ranks(len(built.ranks), step)):
+    for rank, found in world.run(step).items():
         for label, value in lowered.outputs:
             attr = lowered.attrs[value.name]
             whole = expected[label]

@@ -50,6 +50,36 @@ def place(graph: Graph, default: ProcessMesh | None = None) -> tuple[Graph, dict
     return clone_sources(graph, meshes)
 
 
+def on_meshes(graph: Graph, default: ProcessMesh | None = None) -> Graph:
+    """The graph with annotations that name axes alone as annotations on the meshes of their ops.
+
+    Annotations of the same tensor that name a mesh stay: they may split it further, as ZeRO does.
+
+    Args:
+        graph: annotated graph.
+        default: mesh of a graph without annotations that name one.
+
+    Raises:
+        ShardingError: no annotation names a mesh and there is no default, or a mesh lacks an axis.
+    """
+    if not graph.axis_attrs:
+        return graph
+    meshes = place(graph, default)[1]
+    named = {
+        name: graph.axis_attrs[name].on(meshes[op.name], name)
+        for name, op in graph.producers.items()
+        if name in graph.axis_attrs and name not in graph.attrs
+    }
+    placements = {op.name: meshes[op.name] for op in graph.ops if op.kind not in SOURCES}
+    several = len(set(placements.values())) > 1  # a reader of an annotated tensor stays on its own mesh
+    return replace(
+        graph,
+        attrs={**graph.attrs, **named},
+        placements=placements if several else graph.placements,
+        axis_attrs={},
+    )
+
+
 def on_other_meshes(graph: Graph, other: Mapping[ProcessMesh, ProcessMesh]) -> Graph:
     """The graph with its annotations and placements on other meshes, which have the axes of the former.
 

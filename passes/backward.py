@@ -120,6 +120,8 @@ class _Walk:
         trace = self.trace
         if value.name in trace.attrs and grad.value.name not in trace.attrs:
             trace.annotate(grad.value, trace.attrs[value.name])
+        elif value.name in trace.axis_attrs and grad.value.name not in trace.axis_attrs:
+            trace.annotate_axes(grad.value, trace.axis_attrs[value.name])
 
     def recompute(self, block: int) -> None:
         """Emit the forward ops of a block again; what of it nobody reads is pruned later.

@@ -22,13 +22,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from distgraph.errors import ShardingError
 from distgraph.ir.gc_pause import collector_paused
 from distgraph.ir.graph import SOURCES, Graph, Op
 from distgraph.ir.index_rule import OpLayout
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.op_registry import rule_of
 from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
-from distgraph.passes.assign_meshes import place
+from distgraph.passes.assign_meshes import on_meshes, place
 from distgraph.passes.communication.defer_cross_mesh_sums import defer_cross_mesh_sums
 from distgraph.passes.communication.defer_partials import Partials, deferred_partials, passing_group
 from distgraph.passes.decompose import decompose
@@ -50,8 +51,10 @@ def complete(graph: Graph, default: ProcessMesh | None = None, policy: str = "da
             "nearest".
 
     Raises:
-        ShardingError: an annotation does not fit, or there is no mesh.
+        ShardingError: an annotation does not fit, there is no mesh, or the annotations around an op that the
+            user gave axes lead to others.
     """
+    graph = on_meshes(graph, default)
     pinned = {name: attr for name, attr in graph.attrs.items() if attr.pinned}
     serial = replace(graph, attrs=pinned)
     graph, meshes = defer_cross_mesh_sums(*place(serial, default))
@@ -66,7 +69,24 @@ def complete(graph: Graph, default: ProcessMesh | None = None, policy: str = "da
         shardings = propagate(graph, meshes, policy)
     layouts = {op.name: op_layout(meshes[op.name], shardings.ops[op.name]) for op in graph.ops}
     deferred = deferred_partials(graph, layouts)
-    return _assemble(graph, meshes, shardings, layouts, deferred)
+    completed = _assemble(graph, meshes, shardings, layouts, deferred)
+    check_op_axes(completed)
+    return replace(completed, op_axes={})
+
+
+def check_op_axes(completed: Graph) -> None:
+    """Raises ShardingError if an op of a completed graph is split over other axes than the user gave it."""
+    for op in completed.ops:
+        given = completed.op_axes.get(op.name)
+        if given is None or op.layout is None:
+            continue
+        mesh = op.layout.mesh
+        split = ((i, tuple(a for a in axes if mesh.axis_size(a) > 1)) for i, axes in op.layout.axes)
+        if tuple(sorted((i, axes) for i, axes in split if axes)) != given.on(mesh, str(op)):
+            raise ShardingError(
+                f"{op} is given the axes {given} ({given.origin.where}) but other annotations lead to "
+                f"{op.layout}; take one of them out"
+            )
 
 
 def _to_decompose(graph: Graph, shardings: Shardings, meshes: Mapping[str, ProcessMesh]) -> tuple[str, ...]:

@@ -55,7 +55,7 @@ def _expand(op: Op) -> list[Op]:
     with trace.activate(), trace.within(role=op.role), trace.on_behalf_of(op.link, op.scope, op.source):
         returned = function(op.attrs, *(Tensor(value, trace) for value in op.operands))
     tensors = returned if isinstance(returned, (tuple, list)) else (returned,)
-    final = {t.value.name: wanted for t, wanted in zip(tensors, op.results, strict=True)}
+    final = {t.value.name: result for t, result in zip(tensors, op.results, strict=True)}
     return [
         replace(
             made,

@@ -113,17 +113,19 @@ def _change(passes: list[Pass], change: str) -> None:
     """Apply one change of `Strategy(passes=...)`."""
     name, replaces, other = change.partition("=")
     removes, name = name.startswith("-"), name.removeprefix("-")
-    said, names = f"passes of Strategy: {change!r}", [each.name for each in passes]
+    subject, names = f"passes of Strategy: {change!r}", [each.name for each in passes]
     for each in (name, other) if replaces else (name,):
         if each not in PASSES:
             raise ShardingError(
-                f"{said} names pass {each!r}, which does not exist; the passes are {', '.join(PASSES)}"
+                f"{subject} names pass {each!r}, which does not exist; the passes are {', '.join(PASSES)}"
             )
     if (removes or replaces) and name not in names:
-        raise ShardingError(f"{said} names a pass that is not in the pipeline, which is {', '.join(names)}")
+        raise ShardingError(
+            f"{subject} names a pass that is not in the pipeline, which is {', '.join(names)}"
+        )
     added = other if replaces else "" if removes else name
     if added in names:
-        raise ShardingError(f"{said} adds a pass that the pipeline has already; leave it out")
+        raise ShardingError(f"{subject} adds a pass that the pipeline has already; leave it out")
     if removes:
         del passes[names.index(name)]
     elif replaces:

@@ -317,11 +317,11 @@ def _arrange(graph: Graph, keys: Iterable[Key], bodies: Mapping[Key, list[Op]]) 
         for op in sorted(bodies[key], key=lambda op: index[op.name]):
             inside = [last[v.name] for v in op.operands if v.name in last]
             if key[0] in ("sync", "optimize"):
-                held = max([*inside, *(ready.get(v.name, -1) for v in op.operands)], default=-1)
+                level = max([*inside, *(ready.get(v.name, -1) for v in op.operands)], default=-1)
             else:
-                held = max(inside) if inside and _is_eager(graph, op) else index[op.name]
-            last.update((v.name, held) for v in op.results)
-            last[op.name] = held
+                level = max(inside) if inside and _is_eager(graph, op) else index[op.name]
+            last.update((v.name, level) for v in op.results)
+            last[op.name] = level
         ordered[key] = tuple(sorted(bodies[key], key=lambda op: (last[op.name], index[op.name])))
         for op in ordered[key]:
             count += 1
@@ -358,8 +358,8 @@ def _stages(state: _State, bodies: dict[Key, list[Op]]) -> dict[ProcessMesh, int
     """Meshes in the order in which the forward part reaches them."""
     first: dict[ProcessMesh, tuple[int, int]] = {}
     for kind, mesh, level in bodies:
-        at = (_ORDER[kind], level)
-        first[mesh] = min(first.get(mesh, at), at)
+        position = (_ORDER[kind], level)
+        first[mesh] = min(first.get(mesh, position), position)
     # load tasks do not determine the pipeline: meshes with forward tasks are ordered by their level
     forward: dict[ProcessMesh, int] = {}
     for kind, mesh, level in bodies:

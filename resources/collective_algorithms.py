@@ -219,7 +219,7 @@ def _solve_packing(router: Router, group: Group, names: Group) -> list[tuple[Gro
     ]
     if not rings or not all(direct.values()):
         return None
-    row = {hop: at for at, hop in enumerate(direct)}
+    row = {hop: number for number, hop in enumerate(direct)}
     uses = np.zeros((len(direct), len(rings)))
     for column, ring in enumerate(rings):
         uses[[row[hop] for hop in _cycle(ring)], column] = 1.0
@@ -265,7 +265,7 @@ def _hierarchical(router: Router, kind: str, group: Group) -> Stages | None:
     size = len(parts[0])
     if len(parts) < 2 or size < 2 or any(len(part) != size for part in parts):
         return None
-    rails = [tuple(part[at] for part in parts) for at in range(size)]
+    rails = [tuple(part[place] for part in parts) for place in range(size)]
 
     def inside(half: str) -> Stage:
         stages = [_best_inside(router, half, part) for part in parts]
@@ -370,7 +370,7 @@ def _binary_tree(chains: Sequence[Group]) -> tuple[list[tuple[int, int]], int]:
     """Edges (parent, child) of a binary heap of the chains' heads, each head leading its chain; and the
     longest way.
     """
-    edges = [(chains[(at - 1) // 2][0], chains[at][0]) for at in range(1, len(chains))]
+    edges = [(chains[(child - 1) // 2][0], chains[child][0]) for child in range(1, len(chains))]
     edges += [hop for chain in chains for hop in itertools.pairwise(chain)]
     return edges, (len(chains)).bit_length() - 1 + max(len(chain) for chain in chains) - 1
 

@@ -182,8 +182,8 @@ class CollectiveCost:
         """Seconds of one collective for many sizes [bytes] at once; see `estimate`."""
         key = kind, tuple(group), tuple(map(tuple, concurrent))
         if key not in self._plain:
-            found = self.estimate(kind, group, float(np.min(sizes, initial=0.0)), concurrent)
-            members, others = found.group, key[2]
+            estimate = self.estimate(kind, group, float(np.min(sizes, initial=0.0)), concurrent)
+            members, others = estimate.group, key[2]
             if len(members) == 1 or not sizes.size:
                 return np.zeros(sizes.shape)
             table = self._table(kind, members, others)

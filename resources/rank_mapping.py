@@ -211,6 +211,27 @@ def _check(
             )
 
 
+def check_devices(devices: Sequence[int], requirements: Mapping[int, Requirement], cluster: Cluster) -> None:
+    """Check a mapping that was given instead of searched.
+
+    Args:
+        devices: device of every rank.
+        requirements: of the ranks that have some.
+        cluster: the devices.
+
+    Raises:
+        InfeasibleError: a device is not what its rank needs; names both.
+    """
+    for rank, requirement in requirements.items():
+        device = cluster.devices[devices[rank]]
+        unmet = _unmet_requirement(requirement, device, cluster)
+        if unmet is not None:
+            raise InfeasibleError(
+                f"rank {rank} needs {requirement} but the plan puts it on device {device.index} "
+                f"({device.node}), which {unmet}; make a plan for this program and cluster"
+            )
+
+
 def _unmet_requirement(requirement: Requirement, device: Device, cluster: Cluster) -> str | None:
     """Why the device does not meet the requirement, as the end of a sentence; None if it does."""
     if requirement.type is not None and device.type != requirement.type:

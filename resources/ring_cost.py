@@ -80,11 +80,11 @@ class RingCost:
         if len(varying) != 1:
             return None
         axis = varying[0]
-        at = {place[axis]: device for place, device in zip(places, group, strict=True)}
-        ordered = sorted(at)
+        devices = {place[axis]: device for place, device in zip(places, group, strict=True)}
+        ordered = sorted(devices)
         gaps = [(b - a) % self._shape[axis] for a, b in pairwise([ordered[-1], *ordered])]  # before each
         start = gaps.index(max(gaps))
-        order = tuple(at[place] for place in (*ordered[start:], *ordered[:start]))
+        order = tuple(devices[place] for place in (*ordered[start:], *ordered[:start]))
         return Ring(axis, order, len(set(gaps)) == 1)
 
     def block(self, group: Group) -> dict[int, tuple[Ring, ...]] | None:
@@ -124,8 +124,8 @@ class RingCost:
         if not self.rates or not self._place:
             return ()
         if kind in ("send", "permute"):
-            own = _flows(kind, group)
-            line = self.exchange(own, [flow for other in concurrent for flow in _flows(kind, other)])
+            flows = _flows(kind, group)
+            line = self.exchange(flows, [flow for other in concurrent for flow in _flows(kind, other)])
             return () if line is None else (line,)
         parts = ("reduce_scatter", "all_gather") if kind == "all_reduce" else (kind,)
         rates = [self.rates[part] for part in parts if part in self.rates]
@@ -171,10 +171,10 @@ class RingCost:
         steps = sum(size[axis] - 1 for axis in axes)
         launch = sum(len(axes) * rate.launch for rate in rates)
         alpha = launch + sum(steps * rate.step for rate in rates)
-        found = []
+        lines = []
         for order in orders:
             beta = sum(seconds_per_byte(order, at, rate) for rate in rates for at in range(len(axes)))
-            found.append(Line("axes", alpha, beta, bottleneck, launch=launch))
+            lines.append(Line("axes", alpha, beta, bottleneck, launch=launch))
         most = len(axes) * max(size[axis] - 1 for axis in axes)
         beta = sum(
             max(seconds_per_byte(order, at, rate) for order in turned) / len(axes)
@@ -182,8 +182,8 @@ class RingCost:
             for at in range(len(axes))
         )
         alpha = launch + sum(most * rate.step for rate in rates)
-        found.append(Line("axes at once", alpha, beta, bottleneck, launch=launch))
-        return tuple(found)
+        lines.append(Line("axes at once", alpha, beta, bottleneck, launch=launch))
+        return tuple(lines)
 
     def exchange(self, flows: Sequence[Flow], concurrent: Sequence[Flow] = ()) -> Line | None:
         """The cost of messages that are sent at the same time, each along its route.
@@ -202,8 +202,8 @@ class RingCost:
         for source, target, share in (*flows, *concurrent):
             for link in self.router.route(source, target):
                 load[link] += share
-        own = self.router.links((source, target) for source, target, _ in flows)
-        worst, slowest = max((load[link] / rate.bandwidth[self._axis(link)], link) for link in own)
+        links = self.router.links((source, target) for source, target, _ in flows)
+        worst, slowest = max((load[link] / rate.bandwidth[self._axis(link)], link) for link in links)
         return Line("axis", rate.launch + rate.step, worst, self.router.link(slowest), launch=rate.launch)
 
     def send_bandwidth(self, link: int) -> float | None:

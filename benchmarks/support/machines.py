@@ -14,6 +14,7 @@ mpiexec starts this file in place of ssh (`-launcher-exec`), with the address of
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import subprocess
@@ -25,6 +26,7 @@ from pathlib import Path
 
 SWITCH, NETWORK = "dgswitch", "10.77.0"
 _CPU_V1, _CPU_V2 = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
+_LOCK = Path("/run/lock/distgraph-machines")
 _PERIOD = 10_000  # microseconds in which a machine may use its share: short, so that steps vary little
 
 
@@ -64,15 +66,21 @@ class Network:
         self, ranks: int, argv: Sequence[str], timeout: float = 600.0, **env: str
     ) -> subprocess.CompletedProcess[str]:
         """Run a command on ranks and return its output; see `command`."""
-        transports = {"UCX_TLS": "posix,sysv,tcp,self", "UCX_NET_DEVICES": "all"}
         return subprocess.run(
             self.command(ranks, argv),
-            env={**transports, **os.environ, **env},
+            env={**launch_environment(), **env},
             capture_output=True,
             text=True,
             timeout=timeout,
             check=True,
         )
+
+
+def launch_environment() -> dict[str, str]:
+    """Environment in which `distgraph run --hosts 10.77.0.1:2,10.77.0.2:2` reaches the machines."""
+    transports = {"UCX_TLS": "posix,sysv,tcp,self", "UCX_NET_DEVICES": "all"}
+    starter = {"HYDRA_LAUNCHER_EXEC": str(Path(__file__).resolve()), "HYDRA_IFACE": SWITCH}
+    return {**transports, **os.environ, **starter}
 
 
 @contextmanager
@@ -91,6 +99,14 @@ def machines(count: int, rate: str | None = None, cpu: Sequence[float] = ()) -> 
     reason = missing()
     if reason:
         raise RuntimeError(f"no machines can be made here: {reason}")
+    with _LOCK.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one user at a time: names and addresses are the same for all
+        with _up_and_down(count, rate, cpu) as network:
+            yield network
+
+
+@contextmanager
+def _up_and_down(count: int, rate: str | None, cpu: Sequence[float]) -> Iterator[Network]:
     _down(count)
     try:
         _ip("link", "add", SWITCH, "type", "bridge")

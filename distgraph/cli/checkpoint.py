@@ -50,12 +50,12 @@ def verify(directories: Annotated[list[str], _FOLDER]) -> None:
     failed = False
     for path in [check_path(directory) for directory in directories]:
         try:
-            found = _found(path)
+            checkpoints = _found(path)
         except RuntimeFault as error:
             typer.echo(f"{shown_path(path)}: missing: {error}")
             failed = True
             continue
-        whole = [_verified(each) for each in found]
+        whole = [_verified(each) for each in checkpoints]
         failed |= not all(whole)
     raise typer.Exit(1 if failed else 0)
 
@@ -113,9 +113,11 @@ def prune(
     count."""
     if mode not in ("min", "max"):
         raise RuntimeFault(f'prune: --mode is {mode!r} but must be "min" or "max"')
-    found, damaged = _found(directory), list[CheckpointFolder]()
-    if best and not any(each.metric(best) is not None for each in found):
-        names = {n: None for f in found if f.checkpoint for e in f.checkpoint.contents.epochs[-1:] for n in e}
+    checkpoints, damaged = _found(directory), list[CheckpointFolder]()
+    if best and not any(each.metric(best) is not None for each in checkpoints):
+        names = {
+            n: None for f in checkpoints if f.checkpoint for e in f.checkpoint.contents.epochs[-1:] for n in e
+        }
         raise RuntimeFault(
             f"prune: no checkpoint has the metric {best!r}; give one of {', '.join(names) or 'nothing'}, or "
             f"leave out --best"
@@ -128,11 +130,11 @@ def prune(
         return False
 
     stay, gone = list[CheckpointFolder](), list[CheckpointFolder]()
-    for group in by_run(found):
+    for group in by_run(checkpoints):
         kept, older = select(group, keep, best or None, mode, good)
         stay, gone = stay + kept, gone + older
-    damaged += [each for each in found if each.checkpoint is None]
-    for each in found:
+    damaged += [each for each in checkpoints if each.checkpoint is None]
+    for each in checkpoints:
         if each in gone:
             if not dry_run:
                 delete(each.path)
@@ -157,12 +159,12 @@ def _verified(each: CheckpointFolder) -> bool:
 
 def _found(directory: str | Path) -> list[CheckpointFolder]:
     folder = check_path(directory)
-    found = find(folder)
-    if not found:
+    checkpoints = find(folder)
+    if not checkpoints:
         raise RuntimeFault(
             f"{shown_path(folder)} has no checkpoint; give the folder that engine.save wrote, or one above it"
         )
-    return found
+    return checkpoints
 
 
 def _name(each: CheckpointFolder) -> str:

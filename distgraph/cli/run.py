@@ -1,4 +1,4 @@
-"""`distgraph run`: runs a script on N MPI ranks of this machine."""
+"""`distgraph run`: runs a script on N MPI ranks of this machine, or of several hosts."""
 
 from __future__ import annotations
 
@@ -14,11 +14,18 @@ from distgraph.cli.script_options import (
     refuse_option_of_script,
     split_options,
 )
-from distgraph.engine.commands.overrides import CLUSTER_VARIABLE, VARIABLE
-from distgraph.errors import GraphError
+from distgraph.engine.commands.overrides import CLUSTER_VARIABLE
+from distgraph.errors import GraphError, RuntimeFault
 from distgraph.plan.plan import Plan
 from distgraph.resources import load_cluster
+from distgraph.runtime.job.job_files import PLAN_VARIABLE
+from distgraph.runtime.launch.hosts import Host, hosts_from_environment, parse_hosts, read_hostfile
 from distgraph.runtime.launch.launch import launch
+from distgraph.runtime.launch.launch_hosts import launch_on_hosts
+
+HOSTS = typer.Option("--hosts", help="Hosts and their slots, such as a:4,b:4; may follow the script.")
+HOSTFILE = typer.Option("--hostfile", help="File with a host and its slots a line; may follow the script.")
+LAUNCHER = typer.Option("--launcher", help="What starts ranks on several hosts: mpiexec or srun.")
 
 
 def run(
@@ -29,17 +36,49 @@ def run(
     ] = None,
     plan: Annotated[str, PLAN] = "",
     cluster: Annotated[str, CLUSTER] = "",
+    hosts: Annotated[str, HOSTS] = "",
+    hostfile: Annotated[str, HOSTFILE] = "",
+    launcher: Annotated[str, LAUNCHER] = "mpiexec",
 ) -> None:
-    """Run a script on N MPI ranks of this machine."""
+    """Run a script on N MPI ranks of this machine, or of the hosts that are named.
+
+    Without --hosts and --hostfile the hosts are those that Slurm, PBS, Open MPI or the MPI operator of
+    Kubernetes have set in the environment, else this machine. With --plan every rank runs on the machine and
+    device that the plan has chosen; the hosts are checked before a rank starts.
+    """
     if ranks is None:
         refuse_option_of_script("run", "-n", script, args)
-    (plan, cluster), left = split_options({"--plan": plan, "--cluster": cluster}, args)
-    needed, env = 1, dict(os.environ)
+    named = {"--plan": plan, "--cluster": cluster, "--hosts": hosts, "--hostfile": hostfile}
+    (plan, cluster, hosts, hostfile), left = split_options(named, args)
+    needed, env, made = 1, dict(os.environ), None
     if cluster:
         load_cluster(cluster)  # an error in the file is reported once, here, instead of by every rank
         env[CLUSTER_VARIABLE] = str(Path(cluster).resolve()) if Path(cluster).is_file() else cluster
     if plan:
-        needed, env[VARIABLE] = max(Plan.load(plan).ranks) + 1, str(Path(plan).resolve())
+        made = Plan.load(plan)
+        needed, env[PLAN_VARIABLE] = max(made.ranks) + 1, str(Path(plan).resolve())
         if ranks is not None and ranks < needed:
             raise GraphError(f"run: plan {plan} needs {needed} ranks but -n is {ranks}; leave out -n")
-    raise typer.Exit(launch(needed if ranks is None else ranks, [script, *left], env=env))
+    count, listed = needed if ranks is None else ranks, _hosts(hosts, hostfile)
+    if not listed:
+        raise typer.Exit(launch(count, [script, *left], env=env))
+    placement = () if made is None else made.placement
+    code = launch_on_hosts(
+        count,
+        [script, *left],
+        listed,
+        placement=placement,
+        plan=f"plan {plan}",
+        launcher=launcher,
+        env=env,
+    )
+    raise typer.Exit(code)
+
+
+def _hosts(text: str, path: str) -> tuple[Host, ...]:
+    """The hosts that are named, or those of the environment; empty for this machine alone."""
+    if text and path:
+        raise RuntimeFault("run: --hosts and --hostfile both name hosts; give one of them")
+    if text:
+        return parse_hosts(text)
+    return read_hostfile(path) if path else hosts_from_environment(os.environ)

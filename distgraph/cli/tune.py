@@ -32,10 +32,10 @@ def tune(
 
 
 def _layer(text: str) -> tuple[str, tuple[int, int, int]]:
-    found = re.fullmatch(r"(.+)=(\d{1,15})x(\d{1,15})x(\d{1,15})", text)
-    if found is None:
+    match = re.fullmatch(r"(.+)=(\d{1,15})x(\d{1,15})x(\d{1,15})", text)
+    if match is None:
         raise ShardingError(
             f"tune: layer {text!r} is not name=SAMPLESxINPUTSxOUTPUTS; write one such as up=65536x12288x49152"
         )
-    name, samples, inputs, outputs = found.groups()
+    name, samples, inputs, outputs = match.groups()
     return name, (int(samples), int(inputs), int(outputs))

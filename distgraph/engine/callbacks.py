@@ -148,12 +148,10 @@ class ModelCheckpoint(Callback):
                 self._best.improves(number)
 
     def on_batch_end(self, engine: Engine, step: int, logs: Logs) -> None:
-        """See `Callback`."""
         if self.every_steps is not None and step % self.every_steps == 0:
             self._save(engine)
 
     def on_epoch_end(self, engine: Engine, epoch: int, logs: Logs) -> None:
-        """See `Callback`."""
         if self.every_steps is not None:
             return
         number = _monitored(logs, self.best) if self.best is not None else None
@@ -200,7 +198,6 @@ class EarlyStopping(Callback):
         check_monitor("EarlyStopping", self.monitor, engine)
 
     def on_epoch_end(self, engine: Engine, epoch: int, logs: Logs) -> None:
-        """See `Callback`."""
         self.waited = 0 if self._best.improves(_monitored(logs, self.monitor)) else self.waited + 1
         if self.waited > self.patience:
             engine.should_stop = True
@@ -289,14 +286,12 @@ class Timeline(Callback):
         self._records = False
 
     def on_train_begin(self, engine: Engine, last_epoch: int) -> None:
-        """See `Callback`."""
         if engine.is_chief:
             check_writable(self.path, RuntimeFault)
         self._begin = engine.step + self.after
         self._look(engine)
 
     def on_batch_end(self, engine: Engine, step: int, logs: Logs) -> None:
-        """See `Callback`."""
         self._look(engine)
 
     def on_train_end(self, engine: Engine) -> None:
@@ -351,11 +346,9 @@ class TensorBoard(Callback):
         )
 
     def on_batch_end(self, engine: Engine, step: int, logs: Logs) -> None:
-        """See `Callback`."""
         self._add("step", step, logs)
 
     def on_epoch_end(self, engine: Engine, epoch: int, logs: Logs) -> None:
-        """See `Callback`."""
         self._add("epoch", epoch, logs)
 
     def _add(self, group: str, number: int, logs: Logs) -> None:
@@ -364,7 +357,6 @@ class TensorBoard(Callback):
                 self._writer.add_scalar(f"{group}/{name}", value, number)
 
     def on_train_end(self, engine: Engine) -> None:
-        """See `Callback`."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -379,7 +371,6 @@ class ProgressBar(Callback):
         self._last_epoch = 0
 
     def on_train_begin(self, engine: Engine, last_epoch: int) -> None:
-        """See `Callback`."""
         console = Console(stderr=True)
         self._last_epoch = last_epoch
         if engine.is_chief and console.is_terminal:
@@ -393,23 +384,19 @@ class ProgressBar(Callback):
             self._progress.start()
 
     def on_epoch_begin(self, engine: Engine, epoch: int, batches: int) -> None:
-        """See `Callback`."""
         if self._progress is not None:
             title = f"epoch {epoch + 1}/{self._last_epoch}"
             self._task = self._progress.add_task(title, total=batches, numbers="")
 
     def on_batch_end(self, engine: Engine, step: int, logs: Logs) -> None:
-        """See `Callback`."""
         if self._progress is not None:
             self._progress.update(self._task, advance=1, numbers=_show(logs))
 
     def on_epoch_end(self, engine: Engine, epoch: int, logs: Logs) -> None:
-        """See `Callback`."""
         if self._progress is not None:
             self._progress.update(self._task, numbers=_show(logs))
 
     def on_train_end(self, engine: Engine) -> None:
-        """See `Callback`."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None

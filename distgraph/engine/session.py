@@ -15,6 +15,7 @@ from distgraph.engine.compile.compile_request import CompileRequest
 from distgraph.engine.compile.derived_programs import reference_of
 from distgraph.engine.compile.dump import write
 from distgraph.engine.compile.plan_apply import check_batch, layouts_of, with_plan_settings
+from distgraph.engine.compile.rank_placement import check_device_type
 from distgraph.engine.compile.training_spec import TrainingSpec
 from distgraph.engine.data import Batch, Field
 from distgraph.engine.executable import Compiled
@@ -141,13 +142,15 @@ class Session:
         """The world, with enough ranks for every program so far; a new one after a failure.
 
         Raises:
-            ResourceError: the MPI job has fewer; the strategy's device is missing.
+            ResourceError: the MPI job has fewer; the strategy's device is missing or not what a mesh needs.
         """
         meshes = dict.fromkeys(mesh for c in self.programs.values() for mesh in c.build.lowered.meshes)
         needed = max((max(mesh.members) + 1 for mesh in meshes), default=1)
         if self.world is None or self.world.size < needed or self.world.ended:
             self.close()
             device = self.training_spec.strategy.device
+            for compiled in self.programs.values():
+                check_device_type(compiled.build.lowered, device)
             array_namespace(device)  # raises for a missing device before any rank starts
             world = make_world(needed, " and ".join(map(str, meshes)))
             self.memory.devices.update(world.run(lambda rank: take_device(device, world.transport(rank))))

@@ -237,10 +237,6 @@ def _nothing(sizes: BlockSizes) -> Any:
     return 0
 
 
-def _all_pieces_twice(sizes: BlockSizes) -> Any:
-    return 2 * sizes.before * (sizes.members - 1) / sizes.members
-
-
 def _passed_on(sizes: BlockSizes) -> Any:
     """Elements a rank sends in a ring all_gather: its own block and those it forwards, (g - 1) in all."""
     return smaller(sizes.after, (sizes.members - 1) * sizes.before)
@@ -295,10 +291,6 @@ def _broadcast_arguments(call: RankCall) -> Attrs:
     return {"root": call.group[call.op.attrs["root"]]}
 
 
-def _reduce_arguments(call: RankCall) -> Attrs:
-    return {**_broadcast_arguments(call), "reduction": call.op.attrs["reduction"]}
-
-
 # ---------------------------------------------------------------------- declarations
 # The order decides ties: of equally cheap redistributions, the one whose steps are tried first is chosen.
 
@@ -342,7 +334,7 @@ for _collective in (
     Collective("mask", _nothing, "none", layout_after=_masked, steps=_masks, arguments=_keeps, view="same"),
     Collective(
         "all_reduce",
-        _all_pieces_twice,
+        lambda sizes: 2 * sizes.before * (sizes.members - 1) / sizes.members,
         "ring",
         layout_after=_reduced,
         steps=_reductions,
@@ -385,7 +377,7 @@ for _collective in (
         layout_after=_reduced,
         ordered=False,
         parameters=("root", "reduction", "group"),
-        arguments=_reduce_arguments,
+        arguments=lambda call: {**_broadcast_arguments(call), "reduction": call.op.attrs["reduction"]},
     ),
     Collective("send", _larger_block, "pairs"),
 ):

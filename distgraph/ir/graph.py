@@ -14,7 +14,7 @@ from distgraph.ir.index_rule import OpLayout, Rule
 from distgraph.ir.matmul_algorithm import MatmulAlgorithm
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.printer import print_graph
-from distgraph.ir.sharding_spec import DistAttr
+from distgraph.ir.sharding_spec import AxisAttr, DistAttr, OpAxes
 
 ROLES = ("data", "forward", "backward", "optimize")
 SOURCES = ("input", "param", "state", "constant")  # kinds without operands that bring data into the graph
@@ -104,6 +104,9 @@ class Graph:
             A backward contraction without an entry has that of the forward op that it is linked to.
         lost: layout preferences that completion had to drop, for `conflicts()`.
         layer_starts: names of the forward ops with which layers begin, where the user marked them.
+        axis_attrs: value name -> layout by names of axes, where the user gave one without a mesh; empty after
+            completion, when `attrs` has them.
+        op_axes: op name -> axes that split its indices, where the user gave them; empty after completion.
     """
 
     name: str
@@ -116,6 +119,8 @@ class Graph:
     lost: tuple[Any, ...] = field(default=(), compare=False)
     algorithms: Mapping[str, MatmulAlgorithm] = field(default_factory=dict)
     layer_starts: tuple[str, ...] = field(default=(), compare=False)
+    axis_attrs: Mapping[str, AxisAttr] = field(default_factory=dict, compare=False)
+    op_axes: Mapping[str, OpAxes] = field(default_factory=dict, compare=False)
 
     @cached_property
     def producers(self) -> dict[str, Op]:

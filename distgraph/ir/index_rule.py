@@ -191,8 +191,10 @@ def make_rule(
     order = tuple(dict.fromkeys(i for dim in every for i in dim))
     composite = frozenset(i for dim in every if len(dim) > 1 for i in dim)
     flags = frozenset(whole), frozenset(located)
-    kept = frozenset(joint).intersection(order)
-    return Rule(text, operands, results, dict(sizes), *flags, composite, order, frozenset(sliding), kept)
+    joint_indices = frozenset(joint).intersection(order)
+    return Rule(
+        text, operands, results, dict(sizes), *flags, composite, order, frozenset(sliding), joint_indices
+    )
 
 
 @lru_cache(maxsize=65536)

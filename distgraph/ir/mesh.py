@@ -31,10 +31,14 @@ class ProcessMesh:
         axes: one distinct name an array dimension.
         weights: axis -> one whole number from 1 up for each position along it; axes left out, or with equal
             weights, cut evenly. Common factors are removed.
+        device_type: type of the devices on which the ranks are to run, as resource files name it ("gpu");
+            None for any. It does not tell meshes apart: a rank needs what any of its meshes needs.
+        memory: that each of these devices is to have, in bytes or as "16 GiB"; None for any.
 
     Raises:
         ShardingError: names and dimensions disagree, a name or a rank repeats, a rank is negative, there is
-            none; weights of an unknown axis, of another number than its positions, or below 1.
+            none; weights of an unknown axis, of another number than its positions, or below 1; a device type
+            that is no word.
 
     Example:
         >>> mesh = ProcessMesh(np.arange(6).reshape(3, 2), ["x", "y"])
@@ -44,14 +48,23 @@ class ProcessMesh:
         ((0, 6), (6, 8))
     """
 
-    __slots__ = ("__dict__", "_hash", "axes", "ranks", "shape", "weights")
+    __slots__ = ("__dict__", "_hash", "axes", "device_type", "memory", "ranks", "shape", "weights")
 
     axes: tuple[str, ...]
     shape: tuple[int, ...]
     weights: Mapping[str, tuple[int, ...]]
 
+    device_type: str | None
+    memory: float | str | None
+
     def __init__(
-        self, ranks: Any, axes: Sequence[str], weights: Mapping[str, Sequence[int]] | None = None
+        self,
+        ranks: Any,
+        axes: Sequence[str],
+        weights: Mapping[str, Sequence[int]] | None = None,
+        *,
+        device_type: str | None = None,
+        memory: float | str | None = None,
     ) -> None:
         array = _rank_array(ranks)
         names = (axes,) if isinstance(axes, str) else tuple(axes)
@@ -69,8 +82,10 @@ class ProcessMesh:
             raise ShardingError(
                 f"mesh ranks {array.ravel().tolist()} must be distinct, non-negative and at least one"
             )
+        if device_type is not None and not is_axis_name(device_type):
+            raise ShardingError(f'device type {device_type!r} of a mesh must be a word such as "gpu"')
         array.setflags(write=False)
-        self.ranks = array
+        self.ranks, self.device_type, self.memory = array, device_type, memory
         self.axes = names
         self.shape = tuple(int(n) for n in array.shape)
         self.weights = _uneven(dict(zip(names, self.shape, strict=True)), weights) if weights else {}
@@ -210,7 +225,7 @@ class ProcessMesh:
         """
         if math.prod(sizes.values()) != self.size:
             raise ShardingError(f"{self} has {self.size} ranks but {sizes} needs {math.prod(sizes.values())}")
-        return ProcessMesh(self.ranks.reshape(tuple(sizes.values())), tuple(sizes))
+        return self._derived(self.ranks.reshape(tuple(sizes.values())), tuple(sizes))
 
     def repeated(self, count: int) -> ProcessMesh:
         """This mesh `count` times, one behind the other along a new first axis.
@@ -227,7 +242,7 @@ class ProcessMesh:
         if sorted(self.members) != list(range(self.size)) or self.weights:
             raise ShardingError(f"{self} cannot be repeated: it needs ranks 0 to {self.size - 1}, no weights")
         axis = next(name for name in ("dp", "repeat", "repeat2") if name not in self.axes)
-        return ProcessMesh(np.stack([self.ranks + n * self.size for n in range(count)]), (axis, *self.axes))
+        return self._derived(np.stack([self.ranks + n * self.size for n in range(count)]), (axis, *self.axes))
 
     def is_repeated_in(self, other: ProcessMesh) -> bool:
         """Whether another mesh is this one several times along one more axis, this one first."""
@@ -236,7 +251,22 @@ class ProcessMesh:
 
     def weighted(self, **weights: Sequence[int]) -> ProcessMesh:
         """Same ranks and axes, other weights: `mesh.weighted(dp=(3, 1))`; see `ProcessMesh`."""
-        return ProcessMesh(self.ranks, self.axes, weights)
+        return self._derived(self.ranks, self.axes, weights)
+
+    def requiring(self, device_type: str | None = None, memory: float | str | None = None) -> ProcessMesh:
+        """The same mesh, whose ranks need devices of a type, or with so much memory.
+
+        Example:
+            >>> ProcessMesh.grid(dp=2).requiring("gpu", memory="16 GiB").device_type
+            'gpu'
+        """
+        return ProcessMesh(self.ranks, self.axes, self.weights, device_type=device_type, memory=memory)
+
+    def _derived(
+        self, ranks: Any, axes: Sequence[str], weights: Mapping[str, Sequence[int]] | None = None
+    ) -> ProcessMesh:
+        """Another mesh of this one's ranks, on the same devices."""
+        return ProcessMesh(ranks, axes, weights, device_type=self.device_type, memory=self.memory)
 
     def __getitem__(self, key: Any) -> ProcessMesh:
         """`mesh[0:2]` cuts the first axis, `mesh["x", 0:2]` axis x; `mesh["x", 0]` drops x at position 0."""
@@ -248,17 +278,17 @@ class ProcessMesh:
             self.axes if isinstance(selection, slice) else self.axes[:position] + self.axes[position + 1 :]
         )
         if not names:
-            return ProcessMesh(ranks.reshape(1), (axis,))
+            return self._derived(ranks.reshape(1), (axis,))
         weights = {
             name: axis_weights[selection] if name == axis and isinstance(selection, slice) else axis_weights
             for name, axis_weights in self.weights.items()
             if name in names
         }
-        return ProcessMesh(ranks, names, weights)
+        return self._derived(ranks, names, weights)
 
     def renumbered(self, ranks: Any) -> ProcessMesh:
         """The same axes and weights over other ranks, an array of the same shape."""
-        return ProcessMesh(ranks, self.axes, self.weights)
+        return self._derived(ranks, self.axes, self.weights)
 
     @cached_property
     def rank_set(self) -> frozenset[int]:

@@ -104,15 +104,19 @@ class ShardSpec:
     def check(self, shape: Sequence[int], mesh: ProcessMesh, subject: str = "tensor") -> None:
         """Raises ShardingError when the spec does not fit a shape or names an axis that the mesh has not."""
         self.check_axes()
-        if len(self.dims) != len(shape):
-            raise ShardingError(
-                f"{subject}: spec {self} has {len(self.dims)} dims but shape {tuple(shape)} has {len(shape)}"
-            )
+        self.check_dims(shape, subject)
         for axis in self.axes:
             if axis not in mesh.sizes:
                 raise ShardingError(
                     f"{subject}: spec {self} names axis {axis!r} but {mesh} has {', '.join(mesh.axes)}"
                 )
+
+    def check_dims(self, shape: Sequence[int], subject: str) -> None:
+        """Raises ShardingError when the spec has not as many dims as a shape."""
+        if len(self.dims) != len(shape):
+            raise ShardingError(
+                f"{subject}: spec {self} has {len(self.dims)} dims but shape {tuple(shape)} has {len(shape)}"
+            )
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -200,3 +204,60 @@ class DistAttr:
     def pinned(self) -> bool:
         """True for what a user wrote: no pass may change it."""
         return self.origin.kind == "user"
+
+
+@dataclass(frozen=True, slots=True)
+class AxisAttr:
+    """The layout of a value by names of axes, on whichever mesh it is stored, and who decided it."""
+
+    spec: ShardSpec
+    origin: Origin = field(default=DEFAULT_ORIGIN, compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.spec} on any mesh"
+
+    def on(self, mesh: ProcessMesh, value: str) -> DistAttr:
+        """The layout on a mesh; a mesh of one rank splits nothing, whatever its axes are.
+
+        Args:
+            mesh: that stores the value.
+            value: its name, for messages.
+
+        Raises:
+            ShardingError: the mesh lacks an axis.
+        """
+        if mesh.size == 1:
+            return DistAttr(mesh, ShardSpec.replicated(len(self.spec.dims)), self.origin)
+        check_has_axes(mesh, self.spec.axes, f"%{value} ({self.origin.where})")
+        return DistAttr(mesh, self.spec, self.origin)
+
+
+@dataclass(frozen=True, slots=True)
+class OpAxes:
+    """The axes that split the indices of one op, on whichever mesh it is computed, and who decided them."""
+
+    axes: tuple[tuple[str, Dim], ...]
+    origin: Origin = field(default=DEFAULT_ORIGIN, compare=False)
+
+    def on(self, mesh: ProcessMesh, op: str) -> tuple[tuple[str, Dim], ...]:
+        """Index -> axes of more than one rank on a mesh. Raises ShardingError as `AxisAttr.on`."""
+        if mesh.size == 1:
+            return ()
+        check_has_axes(
+            mesh, [axis for _, split in self.axes for axis in split], f"{op} ({self.origin.where})"
+        )
+        parts = ((index, tuple(a for a in split if mesh.axis_size(a) > 1)) for index, split in self.axes)
+        return tuple(sorted((index, split) for index, split in parts if split))
+
+    def __str__(self) -> str:
+        return ", ".join(f"{index}:{'*'.join(split)}" for index, split in self.axes)
+
+
+def check_has_axes(mesh: ProcessMesh, axes: Sequence[str], subject: str) -> None:
+    """Raises ShardingError if a mesh lacks an axis that an annotation without a mesh names."""
+    missing = next((axis for axis in axes if axis not in mesh.sizes), None)
+    if missing is not None:
+        raise ShardingError(
+            f"{subject}: the annotation splits over axis {missing!r} but {mesh} has {', '.join(mesh.axes)}; "
+            f"give the mesh that axis, or take the annotation out"
+        )

@@ -62,12 +62,12 @@ def largest_tile(
     """The tile with most scores on a CPU: (rows of scores, keys that they see, pairs of batch and group)."""
     sizes = batch, groups, heads, _, _ = _split(q, k, v)
     budget = _CACHE_SCORES // (2 if gradient else 1)
-    found = (0, 0, 0)
+    largest = (0, 0, 0)
     for n, g, i, seen, _ in _tiles(sizes, causal, budget):
         pairs = (min(n.stop, batch) - n.start) * (min(g.stop, groups) - g.start)
         rows = pairs * heads * (i.stop - i.start)
-        found = max(found, (rows, seen, pairs), key=lambda tile: tile[0] * tile[1])
-    return found
+        largest = max(largest, (rows, seen, pairs), key=lambda tile: tile[0] * tile[1])
+    return largest
 
 
 def _split(q: Array, k: Array, v: Array) -> tuple[int, int, int, int, int]:

@@ -197,11 +197,11 @@ def conv(
     """
     _check_channels("conv", x.shape[1], w.shape, groups)
     window = window_of("conv", x.shape[2:], w.shape[2:], **steps)
-    samples, made, area = x.shape[0], w.shape[0], prod(window.output)
-    y = empty(xp, out, (samples, made, *window.output), x.dtype)
+    samples, channels, area = x.shape[0], w.shape[0], prod(window.output)
+    y = empty(xp, out, (samples, channels, *window.output), x.dtype)
     depth = w.shape[1] * prod(window.kernel)
-    weights = w.reshape(groups, made // groups, depth)
-    target = y.reshape(samples, groups, made // groups, area)
+    weights = w.reshape(groups, channels // groups, depth)
+    target = y.reshape(samples, groups, channels // groups, area)
     for n in blocks(xp, samples, groups * depth * area):
         wide = padded(xp, x[n], window)
         columns = wide if window.plain else _columns(xp, wide, window)
@@ -267,15 +267,15 @@ def conv_grad_weight(
     """
     _check_channels("conv_grad_weight", x.shape[1], kernel_shape, groups)
     window = window_of("conv_grad_weight", x.shape[2:], kernel_shape[2:], **steps)
-    made, area, dims = kernel_shape[0], prod(window.output), len(window.kernel)
+    channels, area, dims = kernel_shape[0], prod(window.output), len(window.kernel)
     depth = kernel_shape[1] * prod(window.kernel)
-    dw = xp.zeros((groups, made // groups, depth), x.dtype)
+    dw = xp.zeros((groups, channels // groups, depth), x.dtype)
     for n in blocks(xp, x.shape[0], groups * depth * area):
         columns = _columns(xp, padded(xp, x[n], window), window)
         # [n, c, *kernel, *output] -> [c, *kernel, n, *output]
         order = (*range(1, 2 + dims), 0, *range(2 + dims, 2 + 2 * dims))
         columns = columns.transpose(order).reshape(groups, depth, -1)
-        changes = dy[n].reshape(-1, made, area).swapaxes(0, 1).reshape(groups, made // groups, -1)
+        changes = dy[n].reshape(-1, channels, area).swapaxes(0, 1).reshape(groups, channels // groups, -1)
         dw += xp.matmul(changes, columns.swapaxes(1, 2))
         del columns, changes  # before the next block is made
     return store(xp, dw.reshape(tuple(kernel_shape)), out)

@@ -27,12 +27,20 @@ def embedding(xp: Namespace, table: Array, ids: Array, *, offset: int = 0, out: 
     if size == 0:
         y[...] = 0
         return store(xp, y, out)
-    at = ids.astype(np.int64) - offset if offset or ids.dtype.kind == "u" else ids
-    if xp is np and y.flags.c_contiguous and ids.size and int(at.min()) >= 0 and int(at.max()) < size:
-        np.take(table, at, axis=0, out=y, mode="clip")  # "clip" writes to out directly; "raise" would buffer
+    positions = ids.astype(np.int64) - offset if offset or ids.dtype.kind == "u" else ids
+    if (
+        xp is np
+        and y.flags.c_contiguous
+        and ids.size
+        and int(positions.min()) >= 0
+        and int(positions.max()) < size
+    ):
+        np.take(
+            table, positions, axis=0, out=y, mode="clip"
+        )  # "clip" writes to out directly; "raise" would buffer
         return store(xp, y, out)
-    inside = (at >= 0) & (at < size)
-    near = xp.where(inside, at, 0)
+    inside = (positions >= 0) & (positions < size)
+    near = xp.where(inside, positions, 0)
     if xp is np and y.flags.c_contiguous:
         np.take(table, near, axis=0, out=y, mode="clip")
     else:
@@ -52,7 +60,7 @@ def _add_rows_loop(table: Any, positions: Any, updates: Any) -> None:
                 row[j] += change[j]
 
 
-def _add_rows(xp: Namespace, table: Array, at: Array, updates: Array) -> None:
+def _add_rows(xp: Namespace, table: Array, positions: Array, updates: Array) -> None:
     """table[at[i]] += updates[i] for positions inside the table; ``table`` [rows, width], ``updates`` [n,
     width].
 
@@ -60,17 +68,17 @@ def _add_rows(xp: Namespace, table: Array, at: Array, updates: Array) -> None:
     """
     fits = xp is np and table.dtype == updates.dtype and table.flags.c_contiguous
     if fits and pays(xp, updates, np.float32, np.float64):
-        _add_rows_loop(table, np.ascontiguousarray(at), np.ascontiguousarray(updates))
+        _add_rows_loop(table, np.ascontiguousarray(positions), np.ascontiguousarray(updates))
         return
-    inside = (at >= 0) & (at < table.shape[0])
-    at, updates = at[inside], updates[inside]
-    if at.size == 0:
+    inside = (positions >= 0) & (positions < table.shape[0])
+    positions, updates = positions[inside], updates[inside]
+    if positions.size == 0:
         return
     if xp is not np:
-        import_module("cupyx").scatter_add(table, at, updates)
+        import_module("cupyx").scatter_add(table, positions, updates)
         return
-    order = np.argsort(at, kind="stable")
-    sorted_at = at[order]
+    order = np.argsort(positions, kind="stable")
+    sorted_at = positions[order]
     first = np.flatnonzero(np.concatenate(([True], sorted_at[1:] != sorted_at[:-1])))
     table[sorted_at[first]] += np.add.reduceat(updates[order], first, axis=0)
 
@@ -93,9 +101,9 @@ def embedding_grad(
     table = empty(xp, out, shape, dy.dtype)
     table[...] = 0
     if table.size and dy.size:
-        at = ids.astype(np.int64).reshape(-1) - offset
+        positions = ids.astype(np.int64).reshape(-1) - offset
         width = table.size // rows
-        _add_rows(xp, table.reshape(rows, width), at, dy.reshape(ids.size, width))
+        _add_rows(xp, table.reshape(rows, width), positions, dy.reshape(ids.size, width))
     return store(xp, table, out)
 
 
@@ -114,7 +122,7 @@ def scatter_add(
     if y is not x:
         y[...] = x
     if y.size and updates.size:
-        at = ids.astype(np.int64).reshape(-1) - offset
+        positions = ids.astype(np.int64).reshape(-1) - offset
         width = y.size // y.shape[0]
-        _add_rows(xp, y.reshape(y.shape[0], width), at, updates.reshape(ids.size, width))
+        _add_rows(xp, y.reshape(y.shape[0], width), positions, updates.reshape(ids.size, width))
     return store(xp, y, out)

@@ -175,9 +175,9 @@ def cross_entropy_grad(
         xp.exp(dx, out=dx)
         if logits.shape[-1]:
             position, inside = _local(xp, labels, offset, logits.shape[-1])
-            at = position[..., None]
-            here = xp.take_along_axis(dx, at, axis=-1) - inside[..., None].astype(dx.dtype)
-            xp.put_along_axis(dx, at, here, axis=-1)
+            index = position[..., None]
+            here = xp.take_along_axis(dx, index, axis=-1) - inside[..., None].astype(dx.dtype)
+            xp.put_along_axis(dx, index, here, axis=-1)
         dx *= dloss[..., None]
         return store(xp, dx, out)
     dx = empty(xp, out, logits.shape, logits.dtype)

@@ -116,9 +116,9 @@ class Sequential(Module):
 
 def _check_step(position: int, step: object) -> None:
     if isinstance(step, type) or not callable(step):
-        found = f"the class {step.__name__}" if isinstance(step, type) else f"a {type(step).__name__}"
+        actual = f"the class {step.__name__}" if isinstance(step, type) else f"a {type(step).__name__}"
         raise GraphError(
-            f"step {position} of Sequential is {found} but must be a module or a function; write "
+            f"step {position} of Sequential is {actual} but must be a module or a function; write "
             f"Sequential(Linear(2, 3), ReLU()), or Sequential(*modules) for a list"
         )
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from distgraph.errors import GraphError
 from distgraph.ir.dtypes import is_integer, short, to_numpy
-from distgraph.ir.sharding_spec import DistAttr
+from distgraph.ir.sharding_spec import AxisAttr, DistAttr
 from distgraph.nn.initializers import Init, check_init
 from distgraph.tracing.tensor import Tensor, TensorOperators
 from distgraph.tracing.tracer import Trace
@@ -22,7 +22,7 @@ class Parameter(TensorOperators):
         shape, dtype: global shape and short dtype name.
         init: see `distgraph.nn.initializers`.
         trainable: whether the optimiser changes it.
-        annotation: mesh and layout that the user annotated, or None.
+        annotation: layout that the user annotated, on a mesh or by names of axes; or None.
         name: module path such as "blocks.3.attn.q.weight"; set when the root module is entered.
         value: the array that it starts from, if one was assigned; see `assign`.
     """
@@ -35,7 +35,7 @@ class Parameter(TensorOperators):
         dtype: Any = "f32",
         init: Init = ("normal", 0.02),
         trainable: bool = True,
-        annotation: DistAttr | None = None,
+        annotation: DistAttr | AxisAttr | None = None,
     ) -> None:
         check_init(init)
         lengths = (shape,) if isinstance(shape, int) else tuple(shape)
@@ -96,7 +96,9 @@ class Parameter(TensorOperators):
                 "attributes of one module"
             )
         tensor = trace.source(self.kind, self.name, self.shape, self.dtype, init=self.init, **self._attrs())
-        if self.annotation is not None:
+        if isinstance(self.annotation, AxisAttr):
+            trace.annotate_axes(tensor.value, self.annotation)
+        elif self.annotation is not None:
             trace.annotate(tensor.value, self.annotation)
         return tensor
 

@@ -58,10 +58,6 @@ def _infer(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
     return [((b, h, s, v.shape[3]), dtype), ((b, h, s), dtype)]
 
 
-def _infer_grad(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
-    return [(x.shape, x.dtype) for x in operands[1:4]]
-
-
 def _visible(attrs: Attrs, local: Local) -> Attrs:
     """Number of keys that the last local query sees under a causal mask; the keys after them are skipped."""
     if not attrs.get("causal") or not local.layout.of("s"):
@@ -192,7 +188,7 @@ define(
     "attention_grad",
     _grad_rule,
     _grad_kernel,
-    infer=_infer_grad,
+    infer=lambda operands, attrs: [(x.shape, x.dtype) for x in operands[1:4]],
     flops=_grad_flops,
     localize=_visible,
     cost="matmul",

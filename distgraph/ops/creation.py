@@ -54,10 +54,6 @@ def _declared_rule(shapes: Shapes, attrs: Attrs) -> Rule:
     return make_rule("declared", (), (term,), sizes, located=located)
 
 
-def _localize_shape(attrs: Attrs, local: Local) -> Attrs:
-    return {**attrs, "shape": local.result_shapes[0]}
-
-
 def _full_kernel(xp: Any, out: Any = None, *, shape: Shape, value: Any, dtype: str) -> Any:
     if out is None:
         return xp.full(shape, value, dtype=to_numpy(dtype))
@@ -72,7 +68,7 @@ define(
     infer=_infer_declared,
     gradient=lambda c: [],
     flops=0,
-    localize=_localize_shape,
+    localize=lambda attrs, local: {**attrs, "shape": local.result_shapes[0]},
     anywhere=True,
 )
 

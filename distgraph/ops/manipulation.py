@@ -45,7 +45,7 @@ def getitem(x: Any, key: Any) -> Tensor:
             stops.append(max(start, stop))
             strides.append(stride)
             shape.append(length)
-        elif _is_index(part):
+        elif isinstance(part, (int, np.integer)) and not isinstance(part, (bool, np.bool_)):
             at = operator.index(part)
             if not -n <= at < n:
                 raise GraphError(f"index {at} is out of range for dim {dim} of {tensor.value.type}")
@@ -77,10 +77,6 @@ def getitem(x: Any, key: Any) -> Tensor:
     return result if rows is None else take(result, rows[1], rows[0])
 
 
-def _is_index(part: Any) -> bool:
-    return isinstance(part, (int, np.integer)) and not isinstance(part, (bool, np.bool_))
-
-
 def _expand(x: Tensor, key: tuple[Any, ...]) -> list[Any]:
     """The key with its ellipsis expanded, one part a dim. Raises GraphError for an untraceable key."""
     for part in key:
@@ -103,8 +99,8 @@ def _expand(x: Tensor, key: tuple[Any, ...]) -> list[Any]:
     fill = [slice(None)] * (x.ndim - used)
     if not ellipses:
         return [*key, *fill]
-    at = next(i for i, part in enumerate(key) if part is Ellipsis)
-    return [*key[:at], *fill, *key[at + 1 :]]
+    position = next(i for i, part in enumerate(key) if part is Ellipsis)
+    return [*key[:position], *fill, *key[position + 1 :]]
 
 
 def _is_array(part: Any) -> bool:

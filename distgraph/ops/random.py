@@ -17,7 +17,7 @@ from distgraph.errors import GraphError
 from distgraph.ir.dtypes import to_numpy
 from distgraph.ir.graph import Value
 from distgraph.ir.index_rule import Rule, make_rule, term_of
-from distgraph.ir.op_registry import Attrs, GradientContext, Local, Shape, Shapes, define, elementwise
+from distgraph.ir.op_registry import Attrs, Local, Shape, Shapes, define, elementwise
 from distgraph.kernels import random as kernels
 from distgraph.kernels import workspace
 from distgraph.kernels._common import store, widening
@@ -132,10 +132,6 @@ def _infer_dropout(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape,
     return [(x.shape, require_float(x))]
 
 
-def _dropout_gradient(c: GradientContext) -> Sequence[Tensor | None]:
-    return [emit_one("dropout", c.grad, c.operands[1], **c.attrs), None]
-
-
 for _name, _flops, _bytes in (("random_uniform", 6, 20), ("random_normal", 20, 24)):
     define(
         _name,
@@ -153,7 +149,7 @@ define(
     elementwise,
     _dropout_kernel,
     infer=_infer_dropout,
-    gradient=_dropout_gradient,
+    gradient=lambda c: [emit_one("dropout", c.grad, c.operands[1], **c.attrs), None],
     flops=7,
     linear=((0,),),
     localize=_local_mask,

@@ -112,8 +112,10 @@ def _logic_kernel(name: str) -> Any:
 
 def spread(x: Tensor, like: Tensor, dims: tuple[int, ...]) -> Tensor:
     """A reduced tensor repeated over the dims that were reduced away."""
-    kept = reshape_to(x, tuple(1 if d in dims else n for d, n in enumerate(like.shape)))
-    return kept if kept.shape == like.shape else emit_one("broadcast_to", kept, shape=like.shape)
+    with_dims = reshape_to(x, tuple(1 if d in dims else n for d, n in enumerate(like.shape)))
+    return (
+        with_dims if with_dims.shape == like.shape else emit_one("broadcast_to", with_dims, shape=like.shape)
+    )
 
 
 def _sum_gradient(c: GradientContext) -> Grads:

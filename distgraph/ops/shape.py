@@ -15,7 +15,6 @@ from distgraph.ir.index_rule import Rule, make_rule, reshape_rule, term_of
 from distgraph.ir.op_registry import (
     Attrs,
     GradientContext,
-    Groups,
     Kernel,
     Local,
     RuleFunction,
@@ -47,10 +46,6 @@ def _sliding_rule(kind: str, shape: Shape, sliding: set[str]) -> Rule:
 # reshape
 
 
-def _reshape_rule(shapes: Shapes, attrs: Attrs) -> Rule:
-    return reshape_rule(shapes[0], tuple(attrs["shape"]))
-
-
 def _infer_reshape(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
     shape = tuple(attrs["shape"])
     if math.prod(shape) != operands[0].size:
@@ -66,7 +61,7 @@ def _reshape_kernel(xp: Any, x: Any, out: Any = None, *, shape: Shape) -> Any:
 
 _define_move(
     "reshape",
-    _reshape_rule,
+    lambda shapes, attrs: reshape_rule(shapes[0], tuple(attrs["shape"])),
     _reshape_kernel,
     infer=_infer_reshape,
     gradient=lambda c: [emit_one("reshape", c.grad, shape=c.operands[0].shape)],
@@ -279,17 +274,13 @@ def _pad_gradient(c: GradientContext) -> Grads:
     return [emit_one("slice", c.grad, starts=tuple(low), stops=stops, strides=tuple(i + 1 for i in interior))]
 
 
-def _linear_pad(count: int, attrs: Attrs) -> Groups:
-    return ((0,),) if attrs["value"] == 0 else ()
-
-
 _define_move(
     "pad",
     _pad_rule,
     _pad_kernel,
     infer=_infer_pad,
     gradient=_pad_gradient,
-    linear=_linear_pad,
+    linear=lambda count, attrs: ((0,),) if attrs["value"] == 0 else (),
     reads=_reads_pad,
     localize=_localize_pad,
 )
@@ -357,10 +348,6 @@ _define_move(
 )
 
 
-def _flip_rule(shapes: Shapes, attrs: Attrs) -> Rule:
-    return _sliding_rule("flip", shapes[0], {f"i{d}" for d in attrs["dims"]})
-
-
 def _reads_flip(op: Op, operand: int, dim: int, start: int, stop: int) -> tuple[int, int]:
     length = op.operands[0].shape[dim]
     return length - stop, length - start
@@ -372,16 +359,12 @@ def _flip_kernel(xp: Any, x: Any, out: Any = None, *, dims: tuple[int, ...]) -> 
 
 _define_move(
     "flip",
-    _flip_rule,
+    lambda shapes, attrs: _sliding_rule("flip", shapes[0], {f"i{d}" for d in attrs["dims"]}),
     _flip_kernel,
     gradient=lambda c: [emit_one("flip", c.grad, dims=c.attrs["dims"])],
     reads=_reads_flip,
     view="strided",
 )
-
-
-def _roll_rule(shapes: Shapes, attrs: Attrs) -> Rule:
-    return _sliding_rule("roll", shapes[0], {f"i{attrs['dim']}"})
 
 
 def _reads_roll(op: Op, operand: int, dim: int, start: int, stop: int) -> tuple[int, int]:
@@ -404,7 +387,7 @@ def _roll_kernel(xp: Any, x: Any, out: Any = None, *, shift: int, dim: int) -> A
 
 _define_move(
     "roll",
-    _roll_rule,
+    lambda shapes, attrs: _sliding_rule("roll", shapes[0], {f"i{attrs['dim']}"}),
     _roll_kernel,
     infer=lambda operands, attrs: [(operands[0].shape, operands[0].dtype)],
     gradient=lambda c: [emit_one("roll", c.grad, shift=-c.attrs["shift"], dim=c.attrs["dim"])],

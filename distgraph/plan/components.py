@@ -139,14 +139,14 @@ class Computed:
     def __str__(self) -> str:
         parts = [f"{index}:{'*'.join(axes)}" for index, axes in self.axes]
         parts += [f"partial {axis}:{group}" for axis, group in self.partial]
-        at = "" if self.stage is None else f" @{self.stage}"
+        stage = "" if self.stage is None else f" @{self.stage}"
         stored = self.stored or (None,) * len(self.results)
         results = (
             f"{spec}" if kept is None else f"{spec} @{kept}"
             for spec, kept in zip(self.results, stored, strict=True)
         )
         by = "" if self.algorithm is None else f" by {self.algorithm}"
-        return f"{self.kind}{by}{at} {{{', '.join(parts)}}} -> {'; '.join(results)}"
+        return f"{self.kind}{by}{stage} {{{', '.join(parts)}}} -> {'; '.join(results)}"
 
     @classmethod
     def parse(cls, text: str) -> Computed:
@@ -225,8 +225,8 @@ class Rest:
         """Inverse of `str`. Raises ValueError or ShardingError."""
         decomposed, placed, *lines = text.split(" | ")
         ops = (line.partition(" ") for line in lines)
-        found = tuple((name, Computed.parse(op)) for name, _, op in ops)
-        return cls(split_names(decomposed), parse_placed(placed), found)
+        computed = tuple((name, Computed.parse(op)) for name, _, op in ops)
+        return cls(split_names(decomposed), parse_placed(placed), computed)
 
 
 Shares = Mapping[str, Annotated[float, Field(ge=0, le=1)]]

@@ -145,9 +145,11 @@ class SearchConstraints:
         Raises:
             ShardingError: together they contradict each other.
         """
-        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        constraints = {field.name: getattr(self, field.name) for field in fields(self)}
         free = {field.name: field.default for field in fields(self)}
-        return replace(other, **{name: value for name, value in own.items() if value is not free[name]})
+        return replace(
+            other, **{name: value for name, value in constraints.items() if value is not free[name]}
+        )
 
     def among(self, name: str, values: Iterable[Value]) -> tuple[Value, ...]:
         """The values that a decision may take: the given one, or all of `values`."""
@@ -182,17 +184,19 @@ class SearchConstraints:
             equal: whether all stages have the same mesh shape.
             zero: what the data axis splits (see `zero`); 3 where that is not known.
         """
-        found = {
+        actual = {
             "micro_batches": decisions.micro_batches,
             "schedule": decisions.schedule,
             "stages": len(borders) + 1,
             "borders": tuple(borders),
         }
-        kept = {name: getattr(self, name) in (None, value) for name, value in found.items()}
-        kept["recompute"] = self.recomputed(layers) in (None, tuple(decisions.recompute))
-        kept["zero"] = self.zero is None or zero <= self.zero
-        kept["uniform"] = equal or not self.uniform
-        return next((f"{name}={self.given()[name]}" for name, is_kept in kept.items() if not is_kept), "")
+        satisfied = {name: getattr(self, name) in (None, value) for name, value in actual.items()}
+        satisfied["recompute"] = self.recomputed(layers) in (None, tuple(decisions.recompute))
+        satisfied["zero"] = self.zero is None or zero <= self.zero
+        satisfied["uniform"] = equal or not self.uniform
+        return next(
+            (f"{name}={self.given()[name]}" for name, is_kept in satisfied.items() if not is_kept), ""
+        )
 
 
 FREE = SearchConstraints()

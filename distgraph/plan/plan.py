@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from xxhash import xxh3_64_hexdigest
 
@@ -35,11 +36,15 @@ from distgraph.plan.components import (
 )
 from distgraph.plan.decisions import Decisions
 from distgraph.plan.export import Export, Surface, export
+from distgraph.plan.placement import PlacedRanks
 from distgraph.plan.plan_diff import changed
 from distgraph.plan.report import CHANGED, Comparison, compared, shown, stage_cells, told
 from distgraph.plan.schema import DECIDED, VERSION, document, read_fields
 from distgraph.serialization.atomic_files import write_atomically
 from distgraph.serialization.documents import dumps, parse_json, read_json
+
+if TYPE_CHECKING:
+    from distgraph.plan.apply.distributed_module import DistributedModule
 
 __all__ = [
     "Plan", "Comparison", "Program", "Stage", "Layer", "Stored", "Computed", "LayerOps", "Estimate",
@@ -60,6 +65,7 @@ class Plan(Decisions):
         tensors: name -> where an input, parameter or state lies.
         ops: per layer how its ops are computed.
         rest: the same for ops that belong to no layer.
+        placement: machine and device of every rank; empty where there was no cluster.
         surface: shapes, and borders of modules, which `export` needs; None where nobody looked.
         forecast: of a step; None where there is no cluster.
         baselines: name -> seconds of a step of a plan to compare with, or why it has none.
@@ -90,6 +96,7 @@ class Plan(Decisions):
     tensors: Mapping[str, Stored]
     ops: tuple[LayerOps, ...]
     rest: Rest = field(default_factory=Rest)
+    placement: tuple[PlacedRanks, ...] = ()
     surface: Surface | None = None
     forecast: Estimate | None = None
     baselines: Mapping[str, float | str] = field(default_factory=dict)
@@ -155,6 +162,38 @@ class Plan(Decisions):
             ShardingError: the framework has no way to do what the plan says; the message lists why.
         """
         return export(self, framework)
+
+    def apply_to_torch(
+        self,
+        module: Any,
+        optimizer: Any = None,
+        device_mesh: Any = None,
+        example_inputs: Mapping[str, Any] | None = None,
+    ) -> DistributedModule:
+        """A model of torch that runs as the plan says, on the processes of `torchrun`: docs/apply.md.
+
+        Collective: every process calls it with the same model.
+
+        Args:
+            module: the `torch.nn.Module` that the plan was made for, with `frontends.torch.import_module`; it
+                is changed in place.
+            optimizer: a `torch.optim.Optimizer` of its parameters, which then trains those of this rank.
+            device_mesh: a DeviceMesh whose ranks are those of the plan in ascending order; by default all
+                processes, on GPUs where the process group is NCCL's.
+            example_inputs: name -> tensor, of a batch, by which torch traces the model for a pipeline; by
+                default zeros of the plan's shapes.
+
+        Returns:
+            a module with `train_step`, `rows`, `optimizer`, and `notes` about what runs in another way.
+
+        Raises:
+            GraphError, ShardingError: the plan cannot be applied to the model; the message names the tensor
+                or module and why. Nothing was run.
+            ResourceError: there are not as many processes as ranks of the plan.
+        """
+        from distgraph.plan.apply.torch_application import apply_to_torch  # noqa: PLC0415 (imports torch)
+
+        return apply_to_torch(self, module, optimizer, device_mesh, example_inputs)
 
     # Questions
 

@@ -50,7 +50,9 @@ def difference(plan: Plan, other: Plan) -> dict[str, str]:
         lines[_STAGES] = _borders(other.stages)
     if plan.recompute != other.recompute:
         lines[_AGAIN] = spans(other.recompute)
-    lines |= fold({name: str(at) for name, at in other.tensors.items() if plan.tensors[name] != at})
+    lines |= fold(
+        {name: str(layout) for name, layout in other.tensors.items() if plan.tensors[name] != layout}
+    )
     groups: dict[LayerOps, list[int]] = {}
     for number, (mine, theirs) in enumerate(zip(plan.ops, other.ops, strict=True)):
         if mine != theirs:
@@ -98,7 +100,7 @@ def changed(plan: Plan, lines: Mapping[str, str]) -> Plan:
                 tensors |= {each: _at(tensors[each], text) for each in unfold(name)}
         except (KeyError, IndexError, ValueError, ShardingError):
             raise GraphError(f"plan: it cannot have the line {name}: {text!r}; search again") from None
-    ops = tuple(replace(layer, ops=tuple(found)) for layer, found in zip(layers, computed, strict=True))
+    ops = tuple(replace(layer, ops=tuple(new_ops)) for layer, new_ops in zip(layers, computed, strict=True))
     return replace(whole, tensors=tensors, ops=ops, rest=replace(whole.rest, ops=tuple(rest.items())))
 
 
@@ -134,9 +136,13 @@ def _at(stored: Stored, text: str) -> Stored:
 
 def _as(line: Computed, text: str) -> Computed:
     """A line computed in another way, on the same stages."""
-    found = Computed.parse(text)
-    if found.kind != line.kind or len(found.results) != len(line.results):
+    computed = Computed.parse(text)
+    if computed.kind != line.kind or len(computed.results) != len(line.results):
         raise ValueError(text)
     return replace(
-        line, axes=found.axes, partial=found.partial, results=found.results, algorithm=found.algorithm
+        line,
+        axes=computed.axes,
+        partial=computed.partial,
+        results=computed.results,
+        algorithm=computed.algorithm,
     )

@@ -53,12 +53,12 @@ def shown(plan: Plan) -> str:
         parts.append(f"layers computed again in the backward part: {spans(plan.recompute)}")
     parts.append("tensors\n" + _table(_layouts(plan)))
     if plan.forecast is not None:
-        beside = ", and of plans that it is compared with" if plan.baselines else ""
+        compared = ", and of plans that it is compared with" if plan.baselines else ""
         if plan.is_changed:
             parts.append(
                 f"{CHANGED}: the forecast is of the plan before; distgraph forecast --plan tells it anew"
             )
-        parts.append(f"forecast of a step{beside}\n" + _table(_times(plan)))
+        parts.append(f"forecast of a step{compared}\n" + _table(_times(plan)))
     if len(plan.search.front) > 1:
         parts.append("front of step time, peak memory and devices\n" + _table(_front(plan)))
     if plan.search.status:
@@ -66,14 +66,14 @@ def shown(plan: Plan) -> str:
         limit = "" if bound is None else f"; no plan can take less than {in_seconds(bound)}"
         names = (field.name for field in fields(SearchConstraints))
         given = [f"{name}={plan.search.settings[name]}" for name in names if name in plan.search.settings]
-        kept = f"; given: {', '.join(given)}" if given else ""
-        parts.append(f"search {plan.search.mode}: {plan.search.status}{limit}{kept}")
+        constraints = f"; given: {', '.join(given)}" if given else ""
+        parts.append(f"search {plan.search.mode}: {plan.search.status}{limit}{constraints}")
     return "\n".join(parts)
 
 
 def _layouts(plan: Plan) -> list[tuple[str, str, str]]:
     """Inputs and parameters with their layouts and stages, those of equal layers in one row."""
-    specs = {name: str(at.spec) for name, at in plan.tensors.items() if at.kind != "state"}
+    specs = {name: str(layout.spec) for name, layout in plan.tensors.items() if layout.kind != "state"}
     rows = []
     for pattern, spec in fold(specs).items():
         stages = sorted({plan.tensors[name].stage for name in unfold(pattern)})

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NoReturn
 
 import numpy as np
-from pydantic import BeforeValidator, PlainValidator
+from pydantic import BeforeValidator, Field, PlainValidator
 
 from distgraph.errors import GraphError, ShardingError
 from distgraph.ir.mesh import ProcessMesh
@@ -38,6 +38,7 @@ from distgraph.plan.components import (
 from distgraph.plan.decisions import Decisions
 from distgraph.plan.export.module_interface import Part, Read, Surface, in_order
 from distgraph.plan.pipeline_schedules import schedule_names
+from distgraph.plan.placement import PlacedRanks
 from distgraph.serialization.documents import (
     Entry,
     Record,
@@ -98,6 +99,18 @@ class StageEntry(Entry):
     devices: str
 
 
+class PlacedEntry(Entry):
+    """One of `placement`."""
+
+    machine: str
+    type: str
+    model: str
+    memory: Some
+    count: Some
+    ranks: str
+    devices: str
+
+
 class OpsEntry(Entry):
     """One of `ops`: the ops of all layers that have the same."""
 
@@ -134,6 +147,7 @@ class PlanFile(Entry):
     micro_batches: Some
     schedule: ScheduleText
     stages: list[StageEntry]
+    placement: list[PlacedEntry] = Field(default_factory=list)
     recompute: str
     forecast: Estimate | None
     baselines: dict[str, Annotated[float | str, PlainValidator(_seconds_or_reason)]]
@@ -177,6 +191,10 @@ def document(plan: Plan) -> dict[str, Any]:
             )
             for stage in plan.stages
         ],
+        "placement": [
+            Record(plain(part) | {"ranks": spans(part.ranks), "devices": spans(part.devices)})
+            for part in plan.placement
+        ],
         "recompute": spans(plan.recompute),
         "forecast": forecast,
         "search": search,
@@ -191,7 +209,8 @@ def document(plan: Plan) -> dict[str, Any]:
         "rest": {**_moved(plan.rest), "ops": dict(plan.rest.ops)},
         "surface": surface and {"tensors": fold(surface.tensors), "modules": fold(surface.modules)},
     }
-    return {name: plain(written.get(name, getattr(plan, name, None))) for name in PlanFile.model_fields}
+    names = [name for name in PlanFile.model_fields if name != "placement" or plan.placement]
+    return {name: plain(written.get(name, getattr(plan, name, None))) for name in names}
 
 
 def _moved(ops: LayerOps | Rest) -> dict[str, str]:
@@ -240,6 +259,7 @@ class _Reader:
         return fields | {
             "layers": tuple(self.found.layers),
             "stages": self.stages,
+            "placement": self._placement(),
             "recompute": self._recompute(),
             "tensors": self.tensors,
             "ops": self._ops(),
@@ -288,6 +308,25 @@ class _Reader:
                 [*path, "devices"], f"{len(ranks)} devices, as many as ranks, or none", entry.devices
             )
         return Stage(mesh=mesh, first=after, last=after + len(layers), devices=devices)
+
+    def _placement(self) -> tuple[PlacedRanks, ...]:
+        known = {rank for stage in self.stages for rank in stage.mesh.members}
+        most = max(known) + 1
+        parts: list[PlacedRanks] = []
+        for number, entry in enumerate(self.found.placement):
+            path: list[Step] = ["placement", number]
+            ranks = self._spans([*path, "ranks"], entry.ranks, most, "ranks")
+            devices = self._spans([*path, "devices"], entry.devices, len(ranks), "devices, as many as ranks")
+            if not ranks or list(ranks) != sorted({*ranks}) or ranks[-1] >= most:
+                self._refuse([*path, "ranks"], f"ascending ranks below {most}", entry.ranks)
+            if len({*devices}) != len(ranks) or max(devices) >= entry.count:
+                told = f"{len(ranks)} devices below {entry.count}, as many as ranks"
+                self._refuse([*path, "devices"], told, entry.devices)
+            parts.append(PlacedRanks(**dict(entry) | {"ranks": ranks, "devices": devices}))
+        placed = sorted(rank for part in parts for rank in part.ranks)
+        if parts and (len({*placed}) != len(placed) or not known <= {*placed}):
+            self._refuse(["placement"], f"ranks {spans(sorted(known))}, each once", spans(placed))
+        return tuple(parts)
 
     def _recompute(self) -> tuple[int, ...]:
         found = self._spans(["recompute"], self.found.recompute, self.layers, "layers")

@@ -11,9 +11,11 @@ from types import EllipsisType
 from typing import Any
 
 from distgraph.errors import ShardingError
+from distgraph.ir.graph import SOURCES
 from distgraph.ir.matmul_algorithm import MatmulAlgorithm
 from distgraph.ir.mesh import ProcessMesh, check_mesh
-from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec, UserDim
+from distgraph.ir.sharding_spec import AxisAttr, Dim, DistAttr, Origin, ShardSpec, UserDim, check_has_axes
+from distgraph.tracing.op_axes import IndexAxes, laid_out_op
 from distgraph.tracing.op_counts import Counts, cut_op
 from distgraph.tracing.tensor import Tensor, TensorOperators
 from distgraph.tracing.tracer import Trace, caller
@@ -23,13 +25,24 @@ Ends = tuple[tuple[str, ...], str]
 """Axes that split the first dim of a tensor, and the axis that splits the last."""
 
 
-def shard_tensor(x: Any, mesh: ProcessMesh | None, dims: Dims, *, gradient: bool = False) -> Any:
+def shard_tensor(
+    x: Any,
+    mesh: ProcessMesh | EllipsisType | None = ...,
+    dims: Dims | None = None,
+    *,
+    axes: Dims | None = None,
+    partial: str | Sequence[str] = (),
+    gradient: bool = False,
+) -> Any:
     """Pin the layout of a parameter or of a value that is being traced.
 
     Args:
         x: a `nn.Parameter`, or a traced tensor.
         mesh: ranks that store it; None leaves `x` unchanged, so that a script also runs serially.
         dims: for each dim the axis that splits it, None, or a tuple of axes (major to minor).
+        axes: the same without a mesh: the layout holds on whichever mesh stores `x`, such as that of a
+            pipeline stage that a search chooses. A mesh of one rank splits nothing.
+        partial: axis or axes over which a traced tensor stays a sum of blocks until it is read.
         gradient: whether the gradient of a tensor must have this layout too; by default completion decides.
 
     Returns:
@@ -37,15 +50,18 @@ def shard_tensor(x: Any, mesh: ProcessMesh | None, dims: Dims, *, gradient: bool
 
     Raises:
         ShardingError: an axis is unknown or used twice, the number of dims differs, or `x` is pinned to
-            another layout.
+            another layout; neither mesh and dims nor axes are given, or both; a parameter is to be partial.
+
+    Example:
+        `dg.shard_tensor(self.fc.weight, mesh, [None, "tp"])`
+        `dg.shard_tensor(self.fc.weight, axes=[None, "tp"])`
     """
     if mesh is None:
         return x
     where = caller()
-    check_mesh(f"shard_tensor ({where})", mesh)
-    attr = DistAttr(mesh, ShardSpec.of(dims), Origin("user", where))
+    attr = _attr(mesh, dims, axes, (partial,) if isinstance(partial, str) else tuple(partial), where)
     if isinstance(x, Tensor):
-        x.trace.annotate(x.value, attr)
+        _annotate(x, attr)
         if gradient:
             x.trace.mirrored.add(x.value.name)
         return x
@@ -55,7 +71,15 @@ def shard_tensor(x: Any, mesh: ProcessMesh | None, dims: Dims, *, gradient: bool
             f"layer.weight, or a tensor inside of forward"
         )
     parameter: Any = x
-    attr.spec.check(parameter.shape, mesh, f"parameter of shape {tuple(parameter.shape)} ({where})")
+    subject = f"parameter of shape {tuple(parameter.shape)} ({where})"
+    if attr.spec.partial:
+        raise ShardingError(
+            f"{subject}: is stored and cannot be partial; annotate a tensor inside of forward"
+        )
+    if isinstance(attr, DistAttr):
+        attr.spec.check(parameter.shape, attr.mesh, subject)
+    else:
+        attr.spec.check_dims(parameter.shape, subject)
     before = parameter.annotation
     if before is not None and before != attr:
         raise ShardingError(
@@ -64,6 +88,38 @@ def shard_tensor(x: Any, mesh: ProcessMesh | None, dims: Dims, *, gradient: bool
         )
     parameter.annotation = attr
     return x
+
+
+def _attr(
+    mesh: ProcessMesh | EllipsisType,
+    dims: Dims | None,
+    axes: Dims | None,
+    partial: Sequence[str],
+    where: str,
+) -> DistAttr | AxisAttr:
+    """The layout that the arguments of `shard_tensor` give."""
+    origin, summed = Origin("user", where), dict.fromkeys(partial, "sum")
+    if isinstance(mesh, EllipsisType):
+        if axes is None or dims is not None:
+            raise ShardingError(
+                f"shard_tensor ({where}) has no mesh and no axes; give it a mesh and dims, or "
+                f'axes=[None, "tp"]'
+            )
+        return AxisAttr(ShardSpec.of(axes, summed), origin)
+    check_mesh(f"shard_tensor ({where})", mesh)
+    if dims is None or axes is not None:
+        raise ShardingError(
+            f"shard_tensor ({where}) has a mesh {'and axes' if axes is not None else 'but no dims'}; give it "
+            f"a mesh and dims, or axes alone"
+        )
+    return DistAttr(mesh, ShardSpec.of(dims, summed), origin)
+
+
+def _annotate(x: Tensor, attr: DistAttr | AxisAttr) -> None:
+    if isinstance(attr, DistAttr):
+        x.trace.annotate(x.value, attr)
+    else:
+        x.trace.annotate_axes(x.value, attr)
 
 
 def reshard(x: Any, mesh: ProcessMesh | None, dims: Dims) -> Any:
@@ -94,6 +150,7 @@ def shard_op(
     slices: int = 1,
     block: int = 1,
     counts: Counts | None = None,
+    axes: IndexAxes | None = None,
 ) -> Callable[..., Any]:
     """A function or module whose calls take and return tensors in given layouts, computed on `mesh`.
 
@@ -102,7 +159,7 @@ def shard_op(
 
     Args:
         function: an op, a function of tensors or a module.
-        mesh: ranks that compute it; None returns `function` as it is. With counts it may be left out.
+        mesh: ranks that compute it; None returns `function` as it is. With counts or axes it may be left out.
         in_specs: one for each argument that is a tensor; None leaves its layout unchanged.
         out_specs: one for each result; for a single result the dims themselves.
         algorithm: "meshslice", "collective", "wang", "summa", "cannon" or another that is registered; see
@@ -118,21 +175,26 @@ def shard_op(
             result has the cuts of its operands, and what is cut but not in the result is summed. The ranks
             are those of `mesh`, whose axes do not matter and on which the op is repeated where they are more
             than the parts; without a mesh as many ranks as there are parts, from 0 on.
+        axes: the layout of one op, in place of specs and algorithm: index of its rule -> the axis that splits
+            it, None, or a tuple of axes; indices that are left out are not split. Without a mesh it holds on
+            whichever mesh computes the op. Operands are resharded; the layout of the result is left open.
 
     Raises:
-        ShardingError: no mesh and no counts; counts that do not fit the op, or besides specs; the number of
+        ShardingError: no mesh, no counts and no axes; counts or axes that do not fit the op, or besides
+            specs; the number of
             specs and of tensors differ; a dataflow without an algorithm, an unknown
             one, or one on a mesh of one axis.
 
     Example:
         `y = dg.shard_op(self.fc, mesh, algorithm="meshslice", dataflow="OS", slices=4)(x)`
         `y = dg.shard_op(ops.matmul, counts=((2, 1), (1, 4)))(x, w)`
+        `y = dg.shard_op(ops.matmul, axes={"m": "dp", "k": "tp"})(x, w)`
     """
     if mesh is None:
         return function
-    if counts is not None or isinstance(mesh, EllipsisType):
+    if counts is not None or axes is not None or isinstance(mesh, EllipsisType):
         others = {"in_specs": in_specs, "out_specs": out_specs, "algorithm": algorithm, "dataflow": dataflow}
-        return _with_counts(function, mesh, counts, others, caller())
+        return _of_one_op(function, mesh, counts, axes, others, caller())
     check_mesh(f"shard_op ({caller()})", mesh)
     chosen = None if algorithm is None else MatmulAlgorithm(algorithm, slices, block)
     flow = _flow_layouts(mesh, chosen, dataflow, caller())
@@ -189,24 +251,71 @@ def _pinned(
     )
 
 
-def _with_counts(
+def _of_one_op(
     function: Callable[..., Any],
     mesh: ProcessMesh | EllipsisType,
     counts: Counts | None,
+    axes: IndexAxes | None,
     others: Mapping[str, object],
     where: str,
 ) -> Callable[..., Any]:
-    """The function with its op cut as counts say, which replace the other arguments of `shard_op`."""
-    given = [name for name, value in others.items() if value is not None]
-    if counts is None:
+    """The function with its op laid out by counts or by axes, in place of other arguments of `shard_op`."""
+    given = [name for name, value in {"axes": axes, **others}.items() if value is not None]
+    if counts is None and axes is None:
         raise ShardingError(
-            f"shard_op ({where}) has no mesh and no counts; give it a mesh, or counts=((2, 1), (1, 4))"
+            f"shard_op ({where}) has no mesh and no counts; give it a mesh, or counts=((2, 1), (1, 4)), or "
+            f'axes={{"m": "dp"}}'
         )
+    first = "axes" if counts is None else "counts"
+    given = [name for name in given if name != first]
     if given:
-        raise ShardingError(f"shard_op ({where}) has counts and {given[0]}; leave one of them out")
+        raise ShardingError(f"shard_op ({where}) has {first} and {given[0]}; leave one of them out")
     ranks = None if isinstance(mesh, EllipsisType) else mesh
     if ranks is not None:
         check_mesh(f"shard_op ({where})", ranks)
+    if counts is not None:
+        return _with_counts(function, ranks, counts, where)
+    assert axes is not None
+    return _with_axes(function, ranks, axes, where)
+
+
+def _with_axes(
+    function: Callable[..., Any], mesh: ProcessMesh | None, axes: IndexAxes, where: str
+) -> Callable[..., Any]:
+    """The function with the indices of its op split over axes, of a mesh or of whichever computes it."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        trace = Trace.current()
+        tensors = [trace.tensor(a) if isinstance(a, TensorOperators) else a for a in args]
+        given, layouts = laid_out_op(function, tensors, kwargs, axes, where)
+        if mesh is not None:
+            check_has_axes(mesh, [axis for _, split in given.axes for axis in split], f"shard_op ({where})")
+        dims = iter(layouts)
+        with trace.on(mesh) if mesh is not None else nullcontext():
+            laid_out = [
+                _resharded(a, mesh, next(dims), where) if isinstance(a, Tensor) else a for a in tensors
+            ]
+            first = len(trace.ops)
+            returned = function(*laid_out, **kwargs)
+        op = next(op for op in trace.ops[first:] if op.kind not in SOURCES)
+        trace.op_axes[op.name] = given
+        return returned
+
+    return call
+
+
+def _resharded(x: Tensor, mesh: ProcessMesh | None, dims: Sequence[Dim], where: str) -> Tensor:
+    """A tensor in the layout in which an op is to read it."""
+    (y,) = x.trace.emit("reshard", (x,))
+    spec, origin = ShardSpec(tuple(dims)), Origin("user", where)
+    _annotate(y, AxisAttr(spec, origin) if mesh is None else DistAttr(mesh, spec, origin))
+    return y
+
+
+def _with_counts(
+    function: Callable[..., Any], ranks: ProcessMesh | None, counts: Counts, where: str
+) -> Callable[..., Any]:
+    """The function with its op cut as counts say."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         trace = Trace.current()

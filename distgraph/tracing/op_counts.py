@@ -67,7 +67,7 @@ def cut_op(
     """
     tensors = [a for a in args if isinstance(a, Tensor)]
     _check(counts, tensors, where)
-    op, numbers = _only_op(function, args, kwargs, where)
+    op, numbers = only_op(function, args, kwargs, where, "counts")
     rule = rule_of(op)
     pairs = zip(op.operands, rule.operands, strict=True)
     terms = {numbers[value.name]: term for value, term in pairs if value.name in numbers}
@@ -115,11 +115,21 @@ def _check(counts: Any, tensors: Sequence[Tensor], where: str) -> None:
             )
 
 
-def _only_op(
-    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], where: str
+def only_op(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], where: str, given: str
 ) -> tuple[Op, dict[str, int]]:
-    """The op of a call, and the tensor of the call that each of its operands is, by name."""
-    trial = Trace("counts")
+    """The op of a call, and the tensor of the call that each of its operands is, by name.
+
+    Args:
+        function: computes one op.
+        args, kwargs: of the call.
+        where: source line, for messages.
+        given: what is given to the op, "counts" or "axes", for messages.
+
+    Raises:
+        ShardingError: the call computes several ops or none.
+    """
+    trial = Trace(given)
     numbers: dict[str, int] = {}
     with trial.activate():
         stand_ins = []
@@ -135,8 +145,8 @@ def _only_op(
     if len(ops) != 1:
         kinds = ", ".join(op.kind for op in ops) or "none"
         raise ShardingError(
-            f"shard_op ({where}): counts are those of one op but the call computes {kinds}; give counts to "
-            f"each op, such as dg.shard_op(ops.matmul, counts=...)"
+            f"shard_op ({where}): {given} are those of one op but the call computes {kinds}; give {given} to "
+            f"each op, such as dg.shard_op(ops.matmul, {given}=...)"
         )
     return ops[0], numbers
 

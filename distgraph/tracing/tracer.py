@@ -16,7 +16,7 @@ from distgraph.ir.graph import SOURCES, Graph, Op, Value
 from distgraph.ir.matmul_algorithm import CONTRACTIONS, MatmulAlgorithm
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.op_registry import freeze, infer_results
-from distgraph.ir.sharding_spec import DistAttr
+from distgraph.ir.sharding_spec import AxisAttr, DistAttr, OpAxes
 from distgraph.tracing.tensor import ACTIVE, Tensor, current_trace
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
@@ -32,6 +32,8 @@ class Trace:
         self.prefix = prefix
         self.ops: list[Op] = []
         self.attrs: dict[str, DistAttr] = {}
+        self.axis_attrs: dict[str, AxisAttr] = {}  # annotations without a mesh
+        self.op_axes: dict[str, OpAxes] = {}
         self.mirrored: set[str] = set()  # annotated values whose gradients have the same layout
         self.outputs: list[tuple[str, Value]] = []
         self.updates: list[tuple[str, Value]] = []
@@ -273,13 +275,23 @@ class Trace:
     def annotate(self, value: Value, attr: DistAttr) -> None:
         """Pin the layout of a value. Raises ShardingError when it does not fit or contradicts another."""
         attr.spec.check(value.shape, attr.mesh, f"%{value.name} {value.type} ({attr.origin.where})")
-        before = self.attrs.get(value.name)
-        if before is not None and before != attr:
-            raise ShardingError(
-                f"%{value.name} is annotated {attr} ({attr.origin.where}) but was annotated {before} "
-                f"({before.origin.where}); remove one, or use dg.reshard for a second layout"
-            )
+        self._check_annotated_once(value, attr)
         self.attrs[value.name] = attr
+
+    def annotate_axes(self, value: Value, attr: AxisAttr) -> None:
+        """Pin the layout of a value on whichever mesh stores it. Raises ShardingError as `annotate`."""
+        attr.spec.check_dims(value.shape, f"%{value.name} {value.type} ({attr.origin.where})")
+        self._check_annotated_once(value, attr)
+        self.axis_attrs[value.name] = attr
+
+    def _check_annotated_once(self, value: Value, attr: DistAttr | AxisAttr) -> None:
+        befores = (self.attrs.get(value.name), self.axis_attrs.get(value.name))
+        for before in (before for before in befores if before is not None):
+            if before != attr and not (type(before) is not type(attr) and before.spec == attr.spec):
+                raise ShardingError(
+                    f"%{value.name} is annotated {attr} ({attr.origin.where}) but was annotated {before} "
+                    f"({before.origin.where}); remove one, or use dg.reshard for a second layout"
+                )
 
     def finish(self, outputs: Mapping[str, Tensor] | None = None) -> Graph:
         """The graph built so far. Raises GraphError when an output is no tensor of this trace."""
@@ -293,6 +305,8 @@ class Trace:
             placements=dict(self.placements),
             algorithms=dict(self.algorithms),
             layer_starts=self._layer_starts(),
+            axis_attrs=dict(self.axis_attrs),
+            op_axes=dict(self.op_axes),
         )
 
     def _layer_starts(self) -> tuple[str, ...]:

@@ -115,8 +115,8 @@ class Conflict:
 
 def _lost_text(lost: Lost, kind: str) -> str:
     where = f" ({lost.source})" if lost.source else ""
-    wanted = f"index {lost.index}" if lost.index else f"another dim of %{lost.value}"
-    text = f"%{lost.op} {kind}{where}: axis {lost.axis} is wanted for {wanted} by {_where(lost.claimed)}"
+    claimed = f"index {lost.index}" if lost.index else f"another dim of %{lost.value}"
+    text = f"%{lost.op} {kind}{where}: axis {lost.axis} is wanted for {claimed} by {_where(lost.claimed)}"
     if lost.reason == "taken":
         return f"{text} but held by {_where(lost.held)}"
     return text + (
@@ -141,7 +141,7 @@ def conflicts(
     """
     fixes: dict[tuple[str, Origin, Origin], Fix | None] = {}
     times = multiplicity(graph)
-    found = []
+    reports = []
     for lost in graph.lost:
         op = graph.producers.get(lost.op)
         if op is None or op.layout is None:
@@ -150,8 +150,8 @@ def conflicts(
         key = (lost.axis, lost.claimed, lost.held)
         if key not in fixes and moves and plan is not None:
             fixes[key] = _best_fix(graph, lost, plan)
-        found.append(Conflict(lost, op.kind, moves, fixes.get(key) if moves else None))
-    return tuple(sorted(found, key=lambda c: -c.nbytes))
+        reports.append(Conflict(lost, op.kind, moves, fixes.get(key) if moves else None))
+    return tuple(sorted(reports, key=lambda c: -c.nbytes))
 
 
 def moves_at(graph: Graph, op: Op, times: Mapping[str, int], seconds: Price | None = None) -> Iterator[Move]:
@@ -164,9 +164,9 @@ def moves_at(graph: Graph, op: Op, times: Mapping[str, int], seconds: Price | No
         if stored != needed:
             yield _move(value, stored, needed, times, seconds)
     for i, value in enumerate(op.results):
-        made = DistAttr(op.layout.mesh, result_layout(op, i))
-        if graph.attrs[value.name] != made:
-            yield _move(value, made, graph.attrs[value.name], times, seconds)
+        result = DistAttr(op.layout.mesh, result_layout(op, i))
+        if graph.attrs[value.name] != result:
+            yield _move(value, result, graph.attrs[value.name], times, seconds)
 
 
 def _moves_of(

@@ -71,7 +71,7 @@ def decisive_links(messages: Mapping[Key, LinkSeconds]) -> dict[Key, tuple[tuple
         for link, seconds in links.items():
             if seconds > 0:
                 users.setdefault(link, {})[key] = seconds
-    kept: list[int] = []
+    decisive: list[int] = []
     seen = set()
     for link in sorted(users, key=lambda link: (-len(users[link]), -sum(users[link].values()), link)):
         mine = users[link]
@@ -79,9 +79,11 @@ def decisive_links(messages: Mapping[Key, LinkSeconds]) -> dict[Key, tuple[tuple
         if same in seen:
             continue
         seen.add(same)
-        if not any(_covers(users[other], mine) for other in kept):
-            kept.append(link)
-    return {key: tuple((link, users[link][key]) for link in kept if key in users[link]) for key in messages}
+        if not any(_covers(users[other], mine) for other in decisive):
+            decisive.append(link)
+    return {
+        key: tuple((link, users[link][key]) for link in decisive if key in users[link]) for key in messages
+    }
 
 
 def _covers(longer: Mapping[Key, float], seconds: Mapping[Key, float]) -> bool:

@@ -30,20 +30,20 @@ def move_cost(shape: tuple[int, ...], size: int, source: DistAttr, target: DistA
 
 
 def window_cost(
-    shape: tuple[int, ...], size: int, held: DistAttr, attr: DistAttr, windows: Windows, price: Price
+    shape: tuple[int, ...], size: int, stored: DistAttr, attr: DistAttr, windows: Windows, price: Price
 ) -> float:
     """Price of what lies in the windows of a layout and not in its blocks."""
     mesh, spec = attr.mesh, attr.spec
-    if fetches(held, attr):
-        volume = busiest(halo_tiles(shape, mesh, spec, windows, held))
+    if fetches(stored, attr):
+        volume = busiest(halo_tiles(shape, mesh, spec, windows, stored))
     else:
         volume = halo_volume(shape, mesh, spec, windows)
     axes = tuple(axis for dim, _ in windows for axis in spec.dims[dim])
     return price("permute", float(size * volume), mesh.count(axes), mesh, axes) if volume else 0.0
 
 
-def copy_cost(shape: tuple[int, ...], size: int, held: DistAttr, attr: DistAttr) -> float:
+def copy_cost(shape: tuple[int, ...], size: int, stored: DistAttr, attr: DistAttr) -> float:
     """What a rank copies to itself where a value goes to the same ranks in another order."""
-    if held.mesh == attr.mesh or held.mesh.rank_set != attr.mesh.rank_set:
+    if stored.mesh == attr.mesh or stored.mesh.rank_set != attr.mesh.rank_set:
         return 0.0
     return TOUCH * size * math.prod(attr.spec.local_shape(shape, attr.mesh, attr.mesh.members[0]))

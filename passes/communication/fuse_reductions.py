@@ -70,10 +70,10 @@ def groups_by_level(graph: Graph, key: Callable[[Op], Hashable | None]) -> list[
     reduced: set[str] = set()
     for op in graph.ops:
         level = max((levels[value.name] for value in op.operands), default=0)
-        found = key(op)
-        if found is not None and op.operands[0].name not in reduced:
+        group_key = key(op)
+        if group_key is not None and op.operands[0].name not in reduced:
             reduced.add(op.operands[0].name)
-            groups.setdefault((found, level), []).append(op)
+            groups.setdefault((group_key, level), []).append(op)
             level += 1
         levels.update((value.name, level) for value in op.results)
     return list(groups.values())

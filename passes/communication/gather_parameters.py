@@ -116,9 +116,9 @@ def _clone(layer: _Layer, chain: tuple[Op, ...], role: str, attrs: dict[str, Dis
 def _positions(layers: dict[Place, dict[str, _Layer]], begins: dict[Place, int]) -> dict[int, list[Op]]:
     """Position in the program -> gathers before it: those of the layer after the one that begins there."""
     inserted: dict[int, list[Op]] = {}
-    for place, found in layers.items():
+    for place, parameters in layers.items():
         before = begins[place]
-        for layer in sorted(found.values(), key=lambda each: each.first):
+        for layer in sorted(parameters.values(), key=lambda each: each.first):
             inserted.setdefault(before, []).extend(layer.ops)
             before = layer.first
     return inserted
@@ -126,18 +126,18 @@ def _positions(layers: dict[Place, dict[str, _Layer]], begins: dict[Place, int])
 
 def _sources_first(graph: Graph, ops: list[Op]) -> list[Op]:
     """The ops, each once and in this order, but a parameter, and what is made of it, before its readers."""
-    made: set[str] = set()
+    defined: set[str] = set()
     ordered: list[Op] = []
     for op in ops:
         pending = [op]
         while pending:
-            earlier = [v.name for v in pending[-1].operands if v.name not in made]
+            earlier = [v.name for v in pending[-1].operands if v.name not in defined]
             if earlier:
                 pending.extend(graph.producers[name] for name in earlier)
                 continue
             each = pending.pop()
-            if each.name not in made:
-                made.update(value.name for value in each.results)
+            if each.name not in defined:
+                defined.update(value.name for value in each.results)
                 ordered.append(each)
     return ordered
 

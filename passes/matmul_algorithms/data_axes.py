@@ -58,11 +58,11 @@ class DataAxes:
 
     def shape(self, term: str, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of the same tensor."""
-        found: list[int] = []
+        sizes: list[int] = []
         for letter, length in zip(term, shape, strict=True):
             count = self.counts.get(letter)
-            found += [length] if count is None else [count, length // count]
-        return tuple(found)
+            sizes += [length] if count is None else [count, length // count]
+        return tuple(sizes)
 
     def split(self) -> dict[str, tuple[str, ...]]:
         """Letter -> data axes, in letters of their own."""

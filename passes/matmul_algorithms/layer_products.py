@@ -216,11 +216,11 @@ def products(layer: Layer, forward: str, transposed: bool = False) -> tuple[Prod
         raise ShardingError(
             f"layer {layer.name}: unknown dataflow {forward!r}; write one of {', '.join(DATAFLOWS)}"
         )
-    found = tuple(
+    of_kind = tuple(
         Product(layer, role, flow, left, right, result, m, k, n)
         for role, (flow, (left, right, result), m, k, n) in zip(ROLES, table[forward], strict=True)
     )
-    return tuple(p.transposed for p in found) if transposed else found  # type: ignore[return-value]
+    return tuple(p.transposed for p in of_kind) if transposed else of_kind  # type: ignore[return-value]
 
 
 def transposed_forms(dataflows: Sequence[str]) -> tuple[bool, ...]:

@@ -103,18 +103,18 @@ def tune_mesh2d(
         >>> tuning.seconds < tuning.rivals["collective"].seconds
         True
     """
-    found = load_cluster(cluster) if isinstance(cluster, str) else cluster
-    count = len(found.devices) if devices is None else devices
-    if count > len(found.devices):
+    loaded = load_cluster(cluster) if isinstance(cluster, str) else cluster
+    count = len(loaded.devices) if devices is None else devices
+    if count > len(loaded.devices):
         raise ResourceError(
-            f"tune_mesh2d: devices is {count} but cluster {found.name} has {len(found.devices)}; use at most "
-            f"that many, or another cluster"
+            f"tune_mesh2d: devices is {count} but cluster {loaded.name} has {len(loaded.devices)}; use at "
+            f"most that many, or another cluster"
         )
     check_algorithm(algorithm, (1, max(count, 1)) if algorithm in ONE_AXIS else (1, 1))
-    dtype = dtype or _dtype(found)
+    dtype = dtype or _dtype(loaded)
     sizes = [_layer(name, size) for name, size in layers.items()]
-    prices, rate = ClusterPrices(found, reconfigure=True), product_rate(found, dtype)
-    shapes = _shapes(found, count) if meshes is None else list(meshes)
+    prices, rate = ClusterPrices(loaded, reconfigure=True), product_rate(loaded, dtype)
+    shapes = _shapes(loaded, count) if meshes is None else list(meshes)
 
     def best(name: str) -> Tuning:
         given = None if name in ONE_AXIS or (name == "cannon" and meshes is None) else shapes
@@ -124,7 +124,7 @@ def tune_mesh2d(
             prices,
             rate,
             item_bytes=itemsize(dtype),
-            block=slice_block(found),
+            block=slice_block(loaded),
             algorithm=name,
             meshes=given or None,
         )
@@ -137,7 +137,7 @@ def tune_mesh2d(
                 rivals[name] = best(name)
             except (InfeasibleError, ShardingError) as error:
                 rivals[name] = str(error).removeprefix("tuner: ")
-    return Mesh2dTuning(found.name, chosen, MappingProxyType(rivals))
+    return Mesh2dTuning(loaded.name, chosen, MappingProxyType(rivals))
 
 
 def _layer(name: str, size: tuple[int, int, int]) -> Layer:

@@ -59,7 +59,7 @@ def movements(product: Product) -> list[Movement]:
     Raises:
         ShardingError: the ranks along an axis do not divide a dim that it splits.
     """
-    found = []
+    rings = []
     for tensor in (0, 1, 2):
         stored = {group: axis for group, axis in product.split[tensor].items() if axis is not None}
         computed = product.computed_axes()
@@ -76,10 +76,10 @@ def movements(product: Product) -> list[Movement]:
             parts = product.parts(axis)
             blocks = product.mesh.count(other for dim in product.specs[tensor].dims for other in dim)
             sent = values[tensor].size * (parts - 1) / blocks
-            found.append(Movement(tensor, axis, sent, outer, inner))
-    for movement in found:
+            rings.append(Movement(tensor, axis, sent, outer, inner))
+    for movement in rings:
         _check(product, movement)
-    return sorted(found, key=lambda movement: -movement.elements)
+    return sorted(rings, key=lambda movement: -movement.elements)
 
 
 def _check(product: Product, movement: Movement) -> None:

@@ -138,8 +138,8 @@ def choose(
     if price in BYTE_PRICES:
         source, target, _ = renumbered(source, target)
     if source.mesh == target.mesh:
-        found = priced(tuple(shape), itemsize, source.mesh, source.spec, target.spec, price)
-        return Choice(found.cost, target.spec, target.spec, 0, (found,))
+        direct = priced(tuple(shape), itemsize, source.mesh, source.spec, target.spec, price)
+        return Choice(direct.cost, target.spec, target.spec, 0, (direct,))
     return _choose(tuple(shape), itemsize, source, target, price)
 
 

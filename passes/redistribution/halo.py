@@ -80,10 +80,10 @@ def halo_tiles(
 def _pieces(start: int, stop: int, size: int, blocks: Bounds) -> Iterator[tuple[int, tuple[int, int]]]:
     """A window of one dim cut at the borders of blocks and where it wraps: (block, global positions)."""
     while start < stop:
-        at = start % size
-        end = min(at + stop - start, size)
-        yield from overlaps(blocks, at, end)
-        start += end - at
+        offset = start % size
+        end = min(offset + stop - start, size)
+        yield from overlaps(blocks, offset, end)
+        start += end - offset
 
 
 def inside_window(tile: Tile, window: Bounds, shape: tuple[int, ...]) -> tuple[slice, ...]:

@@ -139,12 +139,12 @@ def by_rank(tiles: Iterable[Tile]) -> dict[int, tuple[Tile, ...]]:
         >>> {rank: [str(tile) for tile in own] for rank, own in by_rank(tiles).items()}
         {0: ['0->1 [0:2]'], 1: ['0->1 [0:2]', '1->1 [2:4]']}
     """
-    found: dict[int, list[Tile]] = defaultdict(list)
+    tiles_of: dict[int, list[Tile]] = defaultdict(list)
     for tile in tiles:
-        found[tile.source_rank].append(tile)
+        tiles_of[tile.source_rank].append(tile)
         if not tile.local:
-            found[tile.target_rank].append(tile)
-    return {rank: tuple(own) for rank, own in found.items()}
+            tiles_of[tile.target_rank].append(tile)
+    return {rank: tuple(own) for rank, own in tiles_of.items()}
 
 
 def without_unit_axes(spec: ShardSpec, mesh: ProcessMesh) -> ShardSpec:
@@ -191,10 +191,10 @@ def overlaps(blocks: Bounds, start: int, stop: int) -> Iterator[tuple[int, tuple
 def holders(mesh: ProcessMesh, spec: ShardSpec) -> dict[tuple[int, ...], tuple[int, ...]]:
     """Block number on every dim and coordinate on every partial axis -> the ranks that hold that block."""
     keys = (*spec.dims, *((axis,) for axis, _ in spec.partial))
-    found: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    ranks_of: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for rank in mesh.members:
-        found[tuple(mesh.index(rank, axes) for axes in keys)].append(rank)
-    return {key: tuple(ranks) for key, ranks in found.items()}
+        ranks_of[tuple(mesh.index(rank, axes) for axes in keys)].append(rank)
+    return {key: tuple(ranks) for key, ranks in ranks_of.items()}
 
 
 def assign(wanted: Iterable[Need]) -> tuple[Tile, ...]:
@@ -245,11 +245,11 @@ def _even_out(
 
 def link_bytes(tiles: Iterable[Tile], itemsize: int) -> dict[tuple[int, int], int]:
     """(source rank, target rank) -> bytes sent; local copies are not in it."""
-    found: dict[tuple[int, int], int] = defaultdict(int)
+    nbytes: dict[tuple[int, int], int] = defaultdict(int)
     for tile in tiles:
         if not tile.local:
-            found[tile.source_rank, tile.target_rank] += tile.volume * itemsize
-    return dict(found)
+            nbytes[tile.source_rank, tile.target_rank] += tile.volume * itemsize
+    return dict(nbytes)
 
 
 def busiest(tiles: Iterable[Tile]) -> int:

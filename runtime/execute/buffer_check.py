@@ -170,7 +170,6 @@ class CheckedWriter(Writer):
             self.identifiers.once(word)
 
     def comm(self, value: str) -> str:
-        """See `Writer`."""
         return f"messages(comm, {literal(self.task)}, {literal(value)}, m)"
 
     def emit(self, local: LocalOp, *, last: bool) -> None:
@@ -193,7 +192,6 @@ class CheckedWriter(Writer):
         self.line(f"reads({literal(self.task)}, m, {literal(value)}, {self.at(value)}, {name})")
 
     def arrived(self, value: str, condition: str = "") -> None:
-        """See `Writer`."""
         self.line(f"{condition}wrote({literal(value)}, {self.at(value)}, {self.read(value)})")
 
 
@@ -214,14 +212,12 @@ class CheckedTransport:
         return getattr(self._transport, name)
 
     def send(self, buffer: Array, dest: int, tag: int) -> Request:
-        """See `Transport`."""
         sent_sum = np.array([checksum(buffer)], np.int64)
         sum_request = self._transport.send(_like(buffer, sent_sum), dest, tag - MESSAGE_TAGS)
         request = self._transport.send(buffer, dest, tag)
         return _Checked([request, sum_request], self._unchanged(buffer, f"is sent to rank {dest}"))
 
     def recv(self, buffer: Array, source: int, tag: int) -> Request:
-        """See `Transport`."""
         _fill_with_garbage(buffer)
         sent_sum = _like(buffer, np.zeros(1, np.int64))
         sum_request = self._transport.recv(sent_sum, source, tag - MESSAGE_TAGS)
@@ -238,12 +234,10 @@ class CheckedTransport:
         return _Checked([request, sum_request], verify)
 
     def all_reduce(self, buffer: Array, op: str, group: Group) -> Request:
-        """See `Transport`."""
         result, copy_result = self._separate_result(buffer, f"is reduced in group {group}", buffer.copy())
         return _Checked([self._transport.all_reduce(result, op, group)], copy_result)
 
     def all_gather(self, send: Array, recv: Array, counts: Sequence[int], group: Group) -> Request:
-        """See `Transport`."""
         what = f"is gathered in group {group}"
         unchanged, (result, copy_result) = self._unchanged(send, what), self._separate_result(recv, what)
         return _Checked([self._transport.all_gather(send, result, counts, group)], unchanged, copy_result)
@@ -251,7 +245,6 @@ class CheckedTransport:
     def reduce_scatter(
         self, send: Array, recv: Array, counts: Sequence[int], op: str, group: Group
     ) -> Request:
-        """See `Transport`."""
         what = f"is reduced in group {group}"
         unchanged, (result, copy_result) = self._unchanged(send, what), self._separate_result(recv, what)
         request = self._transport.reduce_scatter(send, result, counts, op, group)
@@ -260,7 +253,6 @@ class CheckedTransport:
     def all_to_all(
         self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int], group: Group
     ) -> Request:
-        """See `Transport`."""
         what = f"is exchanged in group {group}"
         unchanged, (result, copy_result) = self._unchanged(send, what), self._separate_result(recv, what)
         request = self._transport.all_to_all(send, result, send_counts, recv_counts, group)
@@ -301,14 +293,12 @@ class _Checked:
         self._requests, self._verify = requests, verify
 
     def wait(self) -> None:
-        """See `Request`."""
         for request in self._requests:
             request.wait()
         for verify in self._verify:
             verify()
 
     def done(self) -> bool:
-        """See `Request`."""
         return all(request.done() for request in self._requests)
 
 

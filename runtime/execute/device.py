@@ -340,7 +340,9 @@ def _nccl_of_process(control: MpiTransport) -> NcclTransport:
 
     Two on one control transport would receive each other's messages.
     """
-    return NcclTransport(control, serves_process=True)
+    placed = control.arrangement
+    device = placed.share[0] if placed.share is not None and placed.device_type == "gpu" else None
+    return NcclTransport(control, serves_process=True, device=device)
 
 
 register_device("cpu", Host, lambda: np)

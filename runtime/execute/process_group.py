@@ -93,11 +93,9 @@ class InProcessWorld:
         self._finalizer = weakref.finalize(self, _end, self._tasks, self._limits)
 
     def transport(self, rank: int) -> Transport | None:
-        """See `World`."""
         return self._transports[rank] if self._transports else None
 
     def run(self, work: Callable[[int], Result]) -> dict[int, Result]:
-        """See `World`."""
         if self._failed is not None:
             raise RuntimeFault(
                 f"the ranks are stopping: {self._failed}; make a new Engine and load a checkpoint"
@@ -145,24 +143,19 @@ class InProcessWorld:
 
     @property
     def ended(self) -> bool:
-        """See `World`."""
         return self._failed is not None and not self._running
 
     def share(self, value: Any, owner: int) -> Any:
-        """See `World`."""
         return value
 
     def gather(self, values: dict[int, Any]) -> dict[int, Any]:
-        """See `World`."""
         return values
 
     def close(self) -> None:
-        """See `World`."""
         self._finalizer()
 
     @property
     def is_chief(self) -> bool:
-        """See `World`."""
         return True
 
 
@@ -210,7 +203,6 @@ class MpiWorld:
         self.local: tuple[int, ...] = (transport.rank,)
 
     def transport(self, rank: int) -> Transport | None:
-        """See `World`."""
         return self._transport
 
     def run(self, work: Callable[[int], Result]) -> dict[int, Result]:
@@ -219,11 +211,9 @@ class MpiWorld:
         return {rank: work(rank)}
 
     def share(self, value: Any, owner: int) -> Any:
-        """See `World`."""
         return self._transport.broadcast_object(value, owner)
 
     def gather(self, values: dict[int, Any]) -> dict[int, Any]:
-        """See `World`."""
         parts = self._transport.gather_objects(values, 0)
         merged = {rank: value for part in parts or () for rank, value in part.items()}
         gathered: dict[int, Any] = self._transport.broadcast_object(merged, 0)
@@ -234,7 +224,6 @@ class MpiWorld:
 
     @property
     def is_chief(self) -> bool:
-        """See `World`."""
         return self._transport.rank == 0
 
 

@@ -135,13 +135,11 @@ class _RecordedRequest:
         self._by = recorder.current
 
     def wait(self) -> None:
-        """See `Request`."""
         waits = self._recorder.clock()
         self._request.wait()
         self._recorder.message(self._kind, self._by, self._start, waits)
 
     def done(self) -> bool:
-        """See `Request`."""
         return self._request.done()
 
 

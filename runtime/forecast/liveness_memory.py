@@ -98,15 +98,15 @@ class _Ledger:
 
     def moments(self) -> tuple[dict[str, int], dict[str, int]]:
         """Category -> bytes while micro-batches run, and while parameters are updated."""
-        found: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
+        sizes: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
         micro = self.program.graph.micro_batches
         kinds = {"param": "parameters", "state": "states"}
         for name, slot in self.storage.slots.items():
             if slot.kind == "source" and slot.root == name:
                 kind = self.producers[name].kind
                 copies = micro if kind == "input" else 1
-                found[kinds.get(kind, "inputs")] += nbytes(self.program, name) * copies
-        running, updating = dict(found), dict(found)
+                sizes[kinds.get(kind, "inputs")] += nbytes(self.program, name) * copies
+        running, updating = dict(sizes), dict(sizes)
         for name in self.made:
             if self._is_resident(name):
                 self._place(name, running, updating)
@@ -143,9 +143,9 @@ class _Ledger:
 
     def _is_recomputed(self, name: str) -> bool:
         """Whether a value that depends on inputs only is computed again where it is read."""
-        made = self.producers[name]
-        inputs = all(self.producers[value.name].kind == "input" for value in made.operands)
-        return made.kind in self.rules.recomputed and inputs
+        producer = self.producers[name]
+        inputs = all(self.producers[value.name].kind == "input" for value in producer.operands)
+        return producer.kind in self.rules.recomputed and inputs
 
     def _in_flight(self, name: str) -> int:
         """Most micro-batches of which a value is alive at the same time."""
@@ -156,13 +156,15 @@ class _Ledger:
 
     def _most_alive(self, first: str, readers: frozenset[str]) -> int:
         """Most micro-batches between a run of one task and the last of its readers."""
-        at = {step: place for place, step in enumerate(self.order)}
+        place_of = {step: place for place, step in enumerate(self.order)}
         ends: list[int] = []
         most = 1
-        for step, start in at.items():
+        for step, start in place_of.items():
             if step[0] != first:
                 continue
-            end = max((at[task, step[1]] for task in readers if (task, step[1]) in at), default=start)
+            end = max(
+                (place_of[task, step[1]] for task in readers if (task, step[1]) in place_of), default=start
+            )
             while ends and ends[0] < start:
                 heapq.heappop(ends)
             heapq.heappush(ends, end)
@@ -177,15 +179,15 @@ class _Ledger:
         born: dict[int, list[str]] = {}
         dying: dict[int, list[str]] = {}
         for name, (where, number) in self.made.items():
-            at = self.read.get(name, {}).get(task.name, number)
+            position = self.read.get(name, {}).get(task.name, number)
             if self.program.parts.phase[name] == 0 and where != task.name:
                 first = self.first.get(name, {}).get(task.name)
                 if first is not None:
                     born.setdefault(first, []).append(name)
-                    dying.setdefault(at, []).append(name)
+                    dying.setdefault(position, []).append(name)
             elif where == task.name and self._is_held(name):
                 born.setdefault(number, []).append(name)
-                end = len(task.ops) - 1 if name in self.whole else max(number, at)
+                end = len(task.ops) - 1 if name in self.whole else max(number, position)
                 dying.setdefault(end, []).append(name)
         for number, local in enumerate(task.ops):
             self._add_gradient(task, number, local, born, dying)
@@ -204,8 +206,10 @@ class _Ledger:
             return
         value = local.op.operands[0].name
         if self.producers[value].kind == "conv_grad_weight" and self._root(value) != value:
-            made = next(n for n, each in enumerate(task.ops) if value in {v.name for v in each.op.results})
-            born.setdefault(made, []).append(value)
+            position = next(
+                n for n, each in enumerate(task.ops) if value in {v.name for v in each.op.results}
+            )
+            born.setdefault(position, []).append(value)
             dying.setdefault(number, []).append(value)
 
     def _is_held(self, name: str) -> bool:

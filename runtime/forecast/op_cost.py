@@ -93,13 +93,13 @@ class OpCost:
         per_parameter = self.kernels.update_bytes
         if per_parameter is None or task.kind != "optimize":
             return 0.0
-        made = {value.name for local in task.ops if local.mode == "compute" for value in local.op.results}
+        results = {value.name for local in task.ops if local.mode == "compute" for value in local.op.results}
         producers, types = self.program.graph.producers, self.program.types
         parameters = {op.attrs.get("name") for op in producers.values() if op.kind == "param"}
         count = sum(
             math.prod(types[new.name][0])
             for name, new in self.program.graph.updates
-            if name in parameters and new.name in made
+            if name in parameters and new.name in results
         )
         moved = Work("memory", nbytes=round(per_parameter * count), dtype="f32")
         return self.seconds(moved) if count else 0.0

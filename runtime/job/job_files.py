@@ -36,6 +36,8 @@ STOPPING: Final = "stopping"
 CLOSED: Final = "closed"
 INTERRUPTED: Final = 130
 """Exit code after Ctrl-C: 128 + SIGINT."""
+PLAN_VARIABLE: Final = "DISTGRAPH_PLAN"
+"""Environment variable: path of a plan file for the engine that trains in a process."""
 TIMEOUT: Final = "DISTGRAPH_TIMEOUT"
 """Environment variable: seconds that a rank waits without progress."""
 DEFAULT_TIME_LIMIT: Final = 60.0

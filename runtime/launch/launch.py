@@ -9,22 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Final, TextIO
+from typing import Final, TextIO
 
-from distgraph.errors import RuntimeFault, installing
+from distgraph.errors import RuntimeFault
 from distgraph.runtime.job.failure_report import read_reports, summary
 from distgraph.runtime.job.heartbeat import heartbeat_limit
-from distgraph.runtime.job.interrupts import signals_blocked
 from distgraph.runtime.job.job_files import (
     CLOSED,
     DEFAULT_TIME_LIMIT,
@@ -40,8 +35,9 @@ from distgraph.runtime.job.job_files import (
     setting_in_seconds,
 )
 from distgraph.runtime.job.processes import Process, descendants, read_processes, write_processes
-from distgraph.runtime.launch.monitor import Monitor, Signals, ended
+from distgraph.runtime.launch.monitor import Monitor, Signals
 from distgraph.runtime.launch.mpi_rank import current_transport, fail
+from distgraph.runtime.launch.mpiexec import find_mpiexec, start_mpiexec, wait_for
 
 __all__ = ["launch", "current_transport", "ranks_of_job", "fail", "find_mpiexec"]
 
@@ -55,28 +51,6 @@ _END_SECONDS: Final = 5.0
 _SIGNAL_TEXTS: Final = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated (SIGTERM)"}
 # Signals that end a supervisor while it starts. mpiexec gives their number as its exit code.
 _KILLING: Final = frozenset(signal.valid_signals()) - {signal.SIGHUP, signal.SIGINT}
-# What MPICH's mpiexec prints about a rank that was killed; the launcher prints its own message.
-_MPIEXEC_REMARKS: Final = re.compile(
-    rb"={60,}\s*$|=   |YOUR APPLICATION TERMINATED WITH THE EXIT STRING|"
-    rb"This typically refers to a problem with your application|"
-    rb"Please see the FAQ page for debugging suggestions"
-)
-
-
-def find_mpiexec() -> str:
-    """Path of mpiexec: the one in the folder of this Python (the mpich wheel), else the one on PATH.
-
-    Raises:
-        RuntimeFault: there is none.
-    """
-    sibling = Path(sys.executable).parent / "mpiexec"
-    path = str(sibling) if os.access(sibling, os.X_OK) else shutil.which("mpiexec")
-    if path is None:
-        raise RuntimeFault(
-            "mpiexec is neither in the folder of this Python nor on PATH; "
-            f"install it with: {installing('mpi')}"
-        )
-    return path
 
 
 def launch(
@@ -105,11 +79,7 @@ def launch(
         RuntimeFault: n < 1, no such script, no mpiexec, or DISTGRAPH_TIMEOUT or DISTGRAPH_HEARTBEAT is no
             positive number.
     """
-    if n < 1:
-        raise RuntimeFault(f"run: got {n} ranks, expected at least 1; give -n 1 or more")
-    if not argv or not Path(argv[0]).is_file():
-        name = argv[0] if argv else ""
-        raise RuntimeFault(f"run: script {name!r} does not exist in {Path.cwd()}; give the path of a file")
+    settings = script_environment(n, argv, env)
     command = [
         find_mpiexec(),
         "-n",
@@ -119,7 +89,6 @@ def launch(
         "distgraph.runtime.launch.supervisor",
         *argv,
     ]
-    settings = dict.fromkeys(_THREAD_VARIABLES, "1") | dict(os.environ if env is None else env)
     heartbeat_limit(settings)
     setting_in_seconds(TIMEOUT, DEFAULT_TIME_LIMIT, settings)
     with Signals() as signals, tempfile.TemporaryDirectory(prefix="distgraph-run-") as directory:
@@ -127,6 +96,16 @@ def launch(
         return _Job(n, Path(directory), signals, stdout or sys.stdout, stderr or sys.stderr).run(
             command, settings
         )
+
+
+def script_environment(n: int, argv: Sequence[str], env: Mapping[str, str] | None) -> dict[str, str]:
+    """The environment of the ranks of a job; see `launch` for arguments and errors."""
+    if n < 1:
+        raise RuntimeFault(f"run: got {n} ranks, expected at least 1; give -n 1 or more")
+    if not argv or not Path(argv[0]).is_file():
+        name = argv[0] if argv else ""
+        raise RuntimeFault(f"run: script {name!r} does not exist in {Path.cwd()}; give the path of a file")
+    return dict.fromkeys(_THREAD_VARIABLES, "1") | dict(os.environ if env is None else env)
 
 
 class _Job:
@@ -138,21 +117,7 @@ class _Job:
 
     def run(self, command: list[str], env: Mapping[str, str]) -> int:
         """Run mpiexec until it ends or a signal comes, and pass on its output. Returns the exit code."""
-        with signals_blocked():
-            process = subprocess.Popen(
-                command,
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C reaches the launcher alone, which ends the ranks in order
-            )
-        assert process.stdout is not None
-        assert process.stderr is not None
-        pairs = ((process.stdout, self.out), (process.stderr, self.errors))
-        readers = [threading.Thread(target=_forward, args=pair, daemon=True) for pair in pairs]
-        for reader in readers:
-            reader.start()
+        process, readers = start_mpiexec(command, env, self.out, self.errors)
         monitor = Monitor(process.pid, self.path, self.n, env)
         try:
             problem = monitor.watch(self.signals)
@@ -172,14 +137,14 @@ class _Job:
         for path in self.path.glob("rank.*"):
             for rank in read_processes(path):
                 rank.kill(signal.SIGINT)
-        _wait(mpiexec, self.signals, _END_SECONDS)
+        wait_for(mpiexec, self.signals, _END_SECONDS)
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
         """Leave no process behind: ask mpiexec to end its ranks, then kill it and the ranks that are left."""
         processes = [*descendants(process.pid), *self._recorded()]
         if process.poll() is None and recorded_failure(self.path) is None:
             process.send_signal(signal.SIGTERM)
-            _wait(process.pid, self.signals, _END_SECONDS)
+            wait_for(process.pid, self.signals, _END_SECONDS)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -241,35 +206,3 @@ class _Job:
             return ""
         names = ", ".join(map(str, closed))
         return f"rank {names} has ended without ending MPI (os._exit?), so mpiexec has stopped the others"
-
-
-def _wait(pid: int, signals: Signals, seconds: float) -> None:
-    """Wait until a child has ended, a second signal comes, or the time is over."""
-    descriptor, deadline = os.pidfd_open(pid), time.monotonic() + seconds
-    try:
-        while len(signals.received) < 2 and (left := deadline - time.monotonic()) > 0:
-            signals.sleep(left, descriptor)
-            if ended(descriptor):
-                return
-    finally:
-        os.close(descriptor)
-
-
-def _forward(source: IO[bytes], target: TextIO) -> None:
-    """Copy lines as they come. A carriage return ends a line too, as progress bars need."""
-    descriptor, rest = source.fileno(), b""
-    while chunk := os.read(descriptor, 1 << 16):
-        *lines, rest = re.split(rb"(?<=[\r\n])", rest + chunk)
-        _write(target, lines)
-    _write(target, [rest] if rest else [])
-    source.close()
-
-
-def _write(target: TextIO, lines: Sequence[bytes]) -> None:
-    """Write lines to a stream; drop them if its reader has gone (`distgraph run ... | head`)."""
-    try:
-        target.writelines(line.decode(errors="replace") for line in lines if not _MPIEXEC_REMARKS.match(line))
-        target.flush()
-    except BrokenPipeError:
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), target.fileno())

@@ -29,6 +29,7 @@ from distgraph.runtime.job.job_files import (
     record_failure,
 )
 from distgraph.runtime.job.processes import die_with_parent, shared_memory
+from distgraph.runtime.launch.process_placement import arrange
 from distgraph.runtime.transport.mpi import MpiTransport
 from distgraph.runtime.transport.transport import time_limit
 
@@ -57,7 +58,7 @@ def current_transport() -> MpiTransport | None:
     what = f"rank {rank_in_job()}: MPI has not started on all ranks in {limit:g} s; {_ABSENT}"
     sys.excepthook = lambda kind, error, trace: fail(error)
     with deadline(limit + FAILURE_REPORT_SECONDS, what):
-        transport = MpiTransport(job=job)
+        transport = MpiTransport(job=job, arrange=arrange)
     if transport.size != expected:
         raise RuntimeFault(
             f"launcher started {expected} ranks but mpi4py sees {transport.size}; use the mpiexec of the MPI "
@@ -65,6 +66,8 @@ def current_transport() -> MpiTransport | None:
         )
     transport.bind()
     _current.append(transport)
+    if transport.rank == 0 and transport.arrangement.notes:
+        _print_error("".join(f"{note}\n" for note in transport.arrangement.notes), late=False)
     if job is None:
         die_with_parent(os.getppid(), signal.SIGTERM)  # mpiexec's proxy; else the supervisor sees to it
         _note_exits()

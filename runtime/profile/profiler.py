@@ -257,8 +257,8 @@ class _Profile:
         items += [Item(p.name, partial(self.compute, p)) for p in probes()]
         if self.transport is not None:
             limit = self.cluster.devices[0].memory / 16  # two buffers of it, a few copies
-            found = collective_probes.patterns(self.transport.size, limit, shared=self.cores.shared)
-            items += [Item(pattern.name, partial(self.message, pattern)) for pattern in found]
+            patterns = collective_probes.patterns(self.transport.size, limit, shared=self.cores.shared)
+            items += [Item(pattern.name, partial(self.message, pattern)) for pattern in patterns]
         done = {item.name: self.rounds(item.name) for item in items}
         with self.bar() as bar:
             task = bar.add_task("profile", total=len(items) * self.request.repeats)

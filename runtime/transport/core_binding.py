@@ -23,7 +23,7 @@ class CoreBinding:
         comm: mpi4py communicator of the ranks of this machine.
 
     Attributes:
-        bound: whether `bind` has bound this rank to one core.
+        bound: whether `bind` has bound this rank.
     """
 
     def __init__(self, comm: Any) -> None:
@@ -41,19 +41,30 @@ class CoreBinding:
         cores = min(len(set().union(*self._cores)), sum(self._quotas.values()))
         return max(1.0, len(self._cores) / cores)
 
-    def bind(self) -> None:
-        """Bind this rank to one core where equally many ranks share each; neighbouring ranks share a core.
+    def bind(self, device: tuple[int, int] | None = None) -> None:
+        """Bind this rank to its cores.
+
+        Where a plan places the rank on device k of n equal devices of this machine, it gets the k-th of n
+        equal parts of the cores. Without a plan, ranks are bound only where equally many share each core:
+        each to one core, neighbours to the same.
 
         Without binding, the kernel places the ranks anew in every job, and the time of a message depends on
         which ranks share a core. A measured profile holds for a later job only with the same placement.
         Nothing changes where the ranks were placed by somebody else, or with `DISTGRAPH_BIND=0`.
+
+        Args:
+            device: k and n, where a plan says.
         """
         cores, ranks = sorted(self._cores[0]), len(self._cores)
         placed = any(cores_of_rank != self._cores[0] for cores_of_rank in self._cores)
-        if placed or self.share == 1 or ranks % len(cores) or os.environ.get("DISTGRAPH_BIND") == "0":
+        if placed or os.environ.get("DISTGRAPH_BIND") == "0":
             return
+        if device is None and (self.share == 1 or ranks % len(cores)):
+            return
+        number, count = device or (self._position, ranks)
+        first = number * len(cores) // count
         with contextlib.suppress(OSError):  # not allowed here
-            os.sched_setaffinity(0, {cores[self._position * len(cores) // ranks]})
+            os.sched_setaffinity(0, cores[first : max(first + 1, (number + 1) * len(cores) // count)])
             self.bound = True
 
 

@@ -69,6 +69,11 @@ class Departures:
         this_rank = int(self.comm.Get_rank())
         return [self.comm.Isend(data, rank, _DEPARTED) for rank in ranks if rank != this_rank]
 
+    def all_received(self) -> bool:
+        """Whether all other ranks have announced that they depart; MPI reports messages that nobody reads."""
+        self._receive()
+        return len(self.departed) == int(self.comm.Get_size()) - 1
+
     def missing_rank(self, need: Need | None) -> int | None:
         """A rank that has departed without doing what a wait needs; None if there is none yet."""
         self._receive()

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from distgraph.errors import RuntimeFault
 from distgraph.runtime.transport.transport import (
@@ -37,7 +37,6 @@ from distgraph.runtime.transport.transport import (
 )
 from distgraph.runtime.transport.watchdog import Activity, report
 
-Result = TypeVar("Result")
 _Work = Callable[[list[Any]], None]
 
 
@@ -102,11 +101,8 @@ class _World:
     def raise_failure(self, rank: int) -> None:
         failure = self.failure
         if failure is not None:
-            raise RuntimeFault(_describe(failure) + f"; rank {rank} stops too") from failure.error
-
-
-def _describe(failure: _Failure) -> str:
-    return f"rank {failure.rank} failed: {type(failure.error).__name__}: {failure.error}"
+            cause = f"rank {failure.rank} failed: {type(failure.error).__name__}: {failure.error}"
+            raise RuntimeFault(f"{cause}; rank {rank} stops too") from failure.error
 
 
 class _InProcessRequest:
@@ -393,48 +389,3 @@ def connect(size: int, *, limit: float | None = None) -> list[InProcessTransport
         raise RuntimeFault(f"in-process transport: got {size} ranks, expected at least 1")
     world = _World(size, time_limit(limit))
     return [InProcessTransport(world, rank) for rank in range(size)]
-
-
-def run_ranks(
-    size: int, fn: Callable[[InProcessTransport], Result], *, limit: float | None = None
-) -> list[Result]:
-    """Run `fn(transport)` on `size` ranks, one thread each, and join them all.
-
-    Returns:
-        The results of the ranks, in rank order.
-
-    Raises:
-        RuntimeFault: a rank raised. The message names the rank that failed first; its exception with its
-            traceback is the `__cause__`, so Python prints it first. The other ranks stop at their next
-            transport call.
-
-    Example:
-        >>> run_ranks(3, lambda t: t.broadcast_object(t.rank * 10, root=2))
-        [20, 20, 20]
-    """
-    transports = connect(size, limit=limit)
-    world = transports[0]._world
-    results: list[Any] = [None] * size
-
-    def body(transport: InProcessTransport) -> None:
-        try:
-            results[transport.rank] = fn(transport)
-        except BaseException as error:  # noqa: BLE001 - the caller's thread raises it again
-            transport.abort(error)
-
-    threads = [
-        threading.Thread(target=body, args=(t,), name=f"rank-{t.rank}", daemon=True) for t in transports
-    ]
-    for thread in threads:
-        thread.start()
-    try:
-        for thread in threads:
-            thread.join()
-    except BaseException as error:  # Ctrl-C in the caller ends the ranks too
-        world.fail(-1, error)
-        for thread in threads:
-            thread.join(world.limit)
-        raise
-    if world.failure is not None:
-        raise RuntimeFault(_describe(world.failure)) from world.failure.error
-    return results

@@ -31,6 +31,7 @@ import numpy as np
 
 from distgraph.errors import RuntimeFault, installing
 from distgraph.runtime.job.processes import is_stopped
+from distgraph.runtime.transport.arrangement import Arrangement
 from distgraph.runtime.transport.call_check import (
     END,
     LISTEN_SECONDS,
@@ -68,16 +69,30 @@ class MpiTransport:
     Args:
         limit: seconds without progress before a wait gives up; default DISTGRAPH_TIMEOUT or 60.
         job: directory in which the launcher's supervisors record the first failure (see `job_files.py`).
+        arrange: (communicator of all processes) -> what this process is in the job, above all its rank; by
+            default MPI's own numbers are the ranks. Collective.
+
+    Attributes:
+        arrangement: what `arrange` returned.
 
     Raises:
         RuntimeFault: mpi4py is not installed, or finds no MPI library.
     """
 
-    def __init__(self, *, limit: float | None = None, job: Path | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        limit: float | None = None,
+        job: Path | None = None,
+        arrange: Callable[[Any], Arrangement] | None = None,
+    ) -> None:
         self._mpi = _load_mpi()
         self._limit = time_limit(limit)
         world = self._mpi.COMM_WORLD
         self._wait_for_all_ranks(world)
+        self.arrangement = Arrangement(int(world.Get_rank())) if arrange is None else arrange(world)
+        if arrange is not None:
+            world = world.Split(0, self.arrangement.rank)
         self._messages, self._collectives, self._control = world.Dup(), world.Dup(), world.Dup()
         self._activity = Activity()
         self._activities = ActivityRequest(self._mpi, self._control, self._activity)
@@ -111,8 +126,8 @@ class MpiTransport:
         return self._size
 
     def bind(self) -> None:
-        """Bind this rank to one core where ranks share cores; see `CoreBinding.bind`."""
-        self.binding.bind()
+        """Bind this rank to its cores, where they are planned or shared; see `CoreBinding.bind`."""
+        self.binding.bind(self.arrangement.share if self.arrangement.device_type == "cpu" else None)
 
     # -- collectives -------------------------------------------------------------------------------
 
@@ -221,7 +236,7 @@ class MpiTransport:
         """Announce that this rank has reached the end of its script, and wait until all ranks have."""
         self.enter(END)
         requests = [self._control.Ibarrier(), *self._departures.announce()]
-        self.poll(lambda: self.test_all(requests, "end"), "end")
+        self.poll(lambda: self.test_all(requests, "end") and self._departures.all_received(), "end")
 
     # -- progress, failure, end --------------------------------------------------------------------
 

@@ -110,13 +110,14 @@ class _Channel:
 class NcclTransport:
     """One rank of a job with GPUs; see `distgraph.runtime.transport.transport.Transport`.
 
-    Making one is collective. It uses the CUDA device number (position of this rank on its machine) modulo
-    (number of devices of the machine) and makes it current.
+    Making one is collective. It uses the CUDA device that is planned, else that with the position of this
+    rank on its machine as its number, modulo the number of devices of the machine, and makes it current.
 
     Args:
         control: transport of the same ranks for host data.
         limit: seconds without progress before a wait gives up; default DISTGRAPH_TIMEOUT or 60.
         serves_process: it is the only transport of the process and lives as long as the process.
+        device: number of the CUDA device that a plan gives to this rank; None where no plan does.
 
     Attributes:
         device: number of the CUDA device.
@@ -126,12 +127,17 @@ class NcclTransport:
     """
 
     def __init__(
-        self, control: Transport, *, limit: float | None = None, serves_process: bool = False
+        self,
+        control: Transport,
+        *,
+        limit: float | None = None,
+        serves_process: bool = False,
+        device: int | None = None,
     ) -> None:
         self.serves_process, self.device = serves_process, 0
         self.cupy, self._nccl = _load_cupy()
         self._control, self._limit = control, time_limit(limit)
-        self._devices = self._choose_device()
+        self._devices = self._choose_device(device)
         self._stream = self.cupy.cuda.Stream(non_blocking=True)
         self._communicators: dict[Group, Any] = {}
         self._prepared: set[Any] = set()
@@ -363,12 +369,13 @@ class NcclTransport:
 
     # -- implementation ----------------------------------------------------------------------------
 
-    def _choose_device(self) -> list[tuple[str, bytes]]:
+    def _choose_device(self, planned: int | None) -> list[tuple[str, bytes]]:
         """Make this rank's device current. Returns (machine, UUID of the device) of every rank."""
         runtime, machine = self.cupy.cuda.runtime, socket.gethostname()
         machines = self._control.broadcast_object(self._control.gather_objects(machine))
         try:
-            self.device = machines[: self.rank].count(machine) % runtime.getDeviceCount()
+            number = machines[: self.rank].count(machine) if planned is None else planned
+            self.device = number % runtime.getDeviceCount()
             self.cupy.cuda.Device(self.device).use()
             identity = bytes(runtime.getDeviceProperties(self.device)["uuid"])
         except runtime.CUDARuntimeError as error:

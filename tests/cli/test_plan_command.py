@@ -18,9 +18,10 @@ from support.files.command_line import SCRIPT, invoke
 from support.programs.forecasts import document
 
 import distgraph as dg
-from distgraph.engine.commands.overrides import CLUSTER_VARIABLE, VARIABLE, giving, plan_for
+from distgraph.engine.commands.overrides import CLUSTER_VARIABLE, giving, plan_for
 from distgraph.plan.plan import Plan
 from distgraph.resources import load_cluster
+from distgraph.runtime.job.job_files import PLAN_VARIABLE
 from distgraph.runtime.launch import launch as launcher
 
 PLAIN = SCRIPT.replace("mesh = dg.ProcessMesh.grid(dp=2, tp=2)", "mesh = None").replace('batch_axis="dp"', "")
@@ -128,7 +129,7 @@ def test_run_with_a_plan(planned: dict[str, str], tmp_path: Path) -> None:
     found = {}
     for name, ranks, env in (
         ("one", 1, dict(os.environ)),
-        ("planned", 4, {**os.environ, VARIABLE: planned["plan"]}),
+        ("planned", 4, {**os.environ, PLAN_VARIABLE: planned["plan"]}),
     ):
         out, err = io.StringIO(), io.StringIO()
         assert launcher.launch(ranks, [str(script)], env=env, stdout=out, stderr=err) == 0, err.getvalue()
@@ -141,7 +142,7 @@ def test_run_with_a_plan(planned: dict[str, str], tmp_path: Path) -> None:
 def test_run_takes_the_ranks_of_the_plan(planned: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(
-        "distgraph.cli.run.launch", lambda n, argv, env: seen.append((n, argv, env[VARIABLE])) or 0
+        "distgraph.cli.run.launch", lambda n, argv, env: seen.append((n, argv, env[PLAN_VARIABLE])) or 0
     )
     assert invoke("run", "--plan", planned["plan"], planned["plain"], "--flag")[0] == 0
     assert invoke("run", "-n", "6", planned["plain"], "--plan", planned["plan"], "-x")[0] == 0
@@ -165,7 +166,7 @@ def test_run_hands_the_cluster_on(planned: dict[str, str], monkeypatch: pytest.M
     seen: list[Any] = []
     monkeypatch.setattr(
         "distgraph.cli.run.launch",
-        lambda n, argv, env: seen.append((n, argv, env.get(CLUSTER_VARIABLE), env.get(VARIABLE))) or 0,
+        lambda n, argv, env: seen.append((n, argv, env.get(CLUSTER_VARIABLE), env.get(PLAN_VARIABLE))) or 0,
     )
     plain, boxes = planned["plain"], str(Path(planned["boxes"]).resolve())
     plan = str(Path(planned["plan"]).resolve())

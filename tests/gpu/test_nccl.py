@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from support.devices import collective_cases as cases
 from support.devices.on_device import OnDevice
+from support.programs.rank_threads import run_ranks
 
 from distgraph.runtime.transport import collectives
-from distgraph.runtime.transport.inprocess import InProcessTransport, connect, run_ranks
+from distgraph.runtime.transport.inprocess import InProcessTransport, connect
 from distgraph.runtime.transport.nccl import NcclTransport
 
 pytestmark = pytest.mark.gpu

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 from support.devices import collective_cases as cases
+from support.programs.rank_threads import run_ranks
 
 from distgraph.errors import RuntimeFault
 from distgraph.runtime.launch.launch import current_transport
 from distgraph.runtime.transport.call_check import ASK_SECONDS, GRACE_SECONDS, LISTEN_SECONDS, CallCheck
-from distgraph.runtime.transport.inprocess import run_ranks
 from distgraph.runtime.transport.mpi import MpiTransport
 from distgraph.runtime.transport.transport import Transport
 

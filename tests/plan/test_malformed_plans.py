@@ -55,6 +55,10 @@ def saved(tmp_path: Path, change: Any = None) -> Path:
         (lambda d: d["stages"][0].update(ranks="0-2"), r"stages\[0\].ranks: expected 4 ranks"),
         (lambda d: d["stages"][0].update(ranks="0, 0, 1, 2"), r"stages\[0\].ranks: expected distinct ranks"),
         (lambda d: d["stages"][0].update(devices="1"), r"stages\[0\].devices: expected 4 devices"),
+        (lambda d: d["placement"][0].update(ranks="2, 0"), r"placement\[0\].ranks: expected ascending ranks"),
+        (lambda d: d["placement"][0].update(devices="5, 8"), r"placement\[0\].devices: expected 2 devices b"),
+        (lambda d: d["placement"].pop(), r"placement: expected ranks 0-7, each once"),
+        (lambda d: d["placement"][0].update(memory=0), r"placement\[0\].memory: expected a number from 1 up"),
         (
             lambda d: d.update(recompute="0-6"),
             r'recompute: expected numbers such as "0-7", at most 6',

@@ -27,6 +27,8 @@ FILES = sorted(
 
 
 ATTRIBUTES = vars(engine())
+FIELDS = {each.name for each in dataclasses.fields(dg.Strategy)}
+COMMANDS = set(get_command(app).commands)  # type: ignore[attr-defined]
 
 
 def messages() -> Iterator[tuple[str, str]]:
@@ -77,22 +79,20 @@ def _imported_by(path: Path) -> set[str]:
 
 def strangers(text: str) -> list[str]:
     """What a message names that does not exist."""
-    fields = {each.name for each in dataclasses.fields(dg.Strategy)}
-    commands = set(get_command(app).commands)  # type: ignore[attr-defined]
     found = [name for name in re.findall(r"\b(?:dg|distgraph)(?:\.[A-Za-z_]\w*)+", text) if not exists(name)]
     found += [
         f"engine.{n}"
         for n in re.findall(r"\bengine\.([a-z_]\w*)", text)
         if not hasattr(dg.Engine, n) and n not in ATTRIBUTES
     ]
-    found += [f"Strategy({n}=)" for n in re.findall(r"Strategy\((\w+)=", text) if n not in fields]
+    found += [f"Strategy({n}=)" for n in re.findall(r"Strategy\((\w+)=", text) if n not in FIELDS]
     found += [f"optim.{n}" for n in re.findall(r"(?<!\.)\boptim\.(\w+)", text) if not hasattr(dg.optim, n)]
     found += [f"nn.{n}" for n in re.findall(r"(?<!\.)\bnn\.(\w+)", text) if not hasattr(dg.nn, n)]
     found += [f"ops.{n}" for n in re.findall(r"(?<!\.)\bops\.(\w+)", text) if not hasattr(dg.ops, n)]
     found += [
         f"distgraph {n}"
         for n in re.findall(r"\bdistgraph (run|[a-z]+) (?=[-{.\w]*(?:-|\.py|\{))", text)
-        if n not in commands
+        if n not in COMMANDS
     ]
     return found
 

@@ -55,40 +55,51 @@ def sources() -> tuple[tuple[str, ast.Module], ...]:
     return tuple((name, ast.parse(text)) for name, text in texts().items())
 
 
-def called(node: ast.Call) -> str:
-    return ast.unparse(node.func)
+@cache
+def calls() -> tuple[tuple[str, str, ast.Call], ...]:
+    """(path in the package, dotted name that is called, the call); "" where something else is called."""
+    return tuple(
+        (name, dotted(node.func), node)
+        for name, tree in sources()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+    )
+
+
+def dotted(function: ast.expr) -> str:
+    if isinstance(function, ast.Attribute):
+        return f"{dotted(function.value)}.{function.attr}"
+    return function.id if isinstance(function, ast.Name) else ""
 
 
 def test_what_executes_text_or_bytes_stands_where_the_page_says() -> None:
     found: dict[str, set[str]] = {}
-    for name, tree in sources():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and called(node) in DANGEROUS:
-                found.setdefault(name, set()).add(called(node))
-    found = {name: calls - ALLOWED.get(name, set()) for name, calls in found.items()}
-    assert {name: calls for name, calls in found.items() if calls} == {}
+    for name, called, _ in calls():
+        if called in DANGEROUS:
+            found.setdefault(name, set()).add(called)
+    found = {name: functions - ALLOWED.get(name, set()) for name, functions in found.items()}
+    assert {name: functions for name, functions in found.items() if functions} == {}
 
 
 def test_no_shell_and_no_name_that_hides_what_is_called() -> None:
     modules = ("pickle", "marshal", "os", "subprocess", "yaml")
     for name, tree in sources():
         for node in ast.walk(tree):
-            if isinstance(node, ast.Call):
-                assert not any(word.arg in ("shell", "allow_pickle") for word in node.keywords), name
             if isinstance(node, ast.ImportFrom) and node.module in modules:
                 assert not {alias.name for alias in node.names} & HIDDEN, name
+    for name, _, call in calls():
+        assert not any(word.arg in ("shell", "allow_pickle") for word in call.keywords), name
 
 
 def test_modules_that_are_imported_by_name_have_names_in_the_source() -> None:
     """Or one from a table of the module, or of a module given to the launcher: none comes from a file."""
     computed = set()
-    for name, tree in sources():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and called(node) in LAZY:
-                argument = node.args[0]
-                texts = (argument.body, argument.orelse) if isinstance(argument, ast.IfExp) else (argument,)
-                if not all(isinstance(text, ast.Constant) for text in texts):
-                    computed.add(f"{name}: {ast.unparse(argument)}")
+    for name, called, node in calls():
+        if called in LAZY:
+            argument = node.args[0]
+            texts = (argument.body, argument.orelse) if isinstance(argument, ast.IfExp) else (argument,)
+            if not all(isinstance(text, ast.Constant) for text in texts):
+                computed.add(f"{name}: {ast.unparse(argument)}")
     assert computed <= {
         "__init__.py: _HOMES[name]",
         "__init__.py: _MODULES[name]",
@@ -100,12 +111,7 @@ def test_modules_that_are_imported_by_name_have_names_in_the_source() -> None:
 def test_files_are_read_by_the_modules_that_bound_them() -> None:
     """Parsers of JSON, YAML and CSV elsewhere read what this process or its launcher has written."""
     parsers = {"json.load", "json.loads", "yaml.safe_load", "csv.reader", "tomllib.load", "pickle.load"}
-    found = {
-        name
-        for name, tree in sources()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and called(node) in parsers
-    }
+    found = {name for name, called, _ in calls() if called in parsers}
     assert found <= {
         "serialization/documents.py",
         "serialization/csv_reader.py",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from distgraph.engine.search_driver.baselines import evaluate_data_parallel, eva
 from distgraph.engine.search_driver.candidate import plan_of
 from distgraph.engine.search_driver.explain.decisions import decisions
 from distgraph.engine.search_driver.fixed_mesh_search import mesh2d_programs, mesh2d_where_it_gains
+from distgraph.engine.search_driver.run_search import run_search
 from distgraph.engine.search_driver.search_state import SearchState
 from distgraph.errors import ShardingError
 from distgraph.ir.graph import Graph
@@ -28,17 +28,14 @@ from distgraph.ir.sharding_spec import ShardSpec
 from distgraph.models import GPT, GPTConfig
 from distgraph.passes.backward import differentiate
 from distgraph.passes.complete import complete
-from distgraph.passes.matmul_algorithms.cluster_prices import ClusterPrices, product_rate
-from distgraph.passes.matmul_algorithms.product_seconds import ONE_AXIS
-from distgraph.passes.matmul_algorithms.tuner import tune
 from distgraph.passes.search.modes.mesh2d import (
     annotate,
     layouts_by_tuner,
     linear_layers,
-    one_axis_seconds,
     shapes,
 )
 from distgraph.passes.search.modes.weight_stationary import Group, weight_stationary_groups
+from distgraph.plan.constraints import SearchConstraints
 from distgraph.tracing.tracer import Trace
 
 
@@ -250,14 +247,11 @@ def test_the_tuner_keeps_large_weights_in_place() -> None:
     assert specs == [ShardSpec.of([cols, rows]), ShardSpec.of([rows, cols])]
 
 
-def test_mode_auto_tries_two_axes_where_the_model_gains() -> None:
-    """Where the products take less than the best step, and less than on one axis."""
-    program = Program(lambda: Wide(32), (32,), batch=6)  # six samples: neither FSDP nor one axis
+def test_mode_auto_tries_two_axes_where_the_products_take_less_than_the_best_step() -> None:
+    program = Program(lambda: Wide(32), (32,), batch=6)
     state = SearchState(program.compile_request(), two_by_two(), "auto", 600.0)
-    costs = state.layout_costs
-    tuned, _ = next(mesh2d_programs(costs, 1, "meshslice", 1))
-    assert one_axis_seconds(tuned, costs.cluster) == math.inf
-    assert mesh2d_where_it_gains(costs, 1, tuned.seconds) is None
+    tuned, _ = next(mesh2d_programs(state.layout_costs, 1, "meshslice", 1))
+    assert mesh2d_where_it_gains(state.layout_costs, 1, tuned.seconds, 2) == []
     list(evaluate_data_parallel(state, eligible=True))
     list(evaluate_mesh2d_where_it_gains(state))
     found = next(each for each in state.evaluations.all if each.origin.startswith("mesh2d"))
@@ -268,29 +262,36 @@ def test_mode_auto_tries_two_axes_where_the_model_gains() -> None:
         "by meshslice",
         "by collectives where completion puts them",
     }
-    many = Program(lambda: Wide(32), (32,), batch=512)  # FSDP hides all communication by its model
-    state = SearchState(many.compile_request(), two_by_two(), "auto", 600.0)
-    tuned, _ = next(mesh2d_programs(state.layout_costs, 1, "meshslice", 1))
-    assert one_axis_seconds(tuned, state.cluster) < tuned.seconds
-    assert mesh2d_where_it_gains(state.layout_costs, 1, math.inf) is None
 
 
-def test_fully_sharded_data_needs_a_sample_for_each_device() -> None:
-    """Six sequences do not divide over four devices, though their tokens would."""
-    boxes, seconds = cluster((2, 2)), {}
-    model = GPT(GPTConfig(vocabulary=96, hidden=768, heads=6, layers=1, sequence=512, dtype="f64"))
-    for batch in (8, 6):
-        graph = train_graph(model, (((batch, 512), "i32"), ((batch, 512), "i32")))
-        (tuned,) = layouts_by_tuner(graph, [dg.ProcessMesh.grid(rows=2, cols=2)], boxes, "meshslice")
-        layers = [each.layer for each in tuned.tuning.layers]
-        prices, rate = ClusterPrices(boxes), product_rate(boxes, "f64")
-        one_axis = {
-            name: tune(layers, 4, prices, rate, item_bytes=8, algorithm=name, meshes=[(1, 4)]).seconds
-            for name in ONE_AXIS
-        }
-        seconds[batch] = one_axis_seconds(tuned, boxes), one_axis
-    assert seconds[8][0] == min(seconds[8][1].values()) == seconds[8][1]["fsdp"]
-    assert seconds[6][0] == seconds[6][1]["tensor_parallel"] > seconds[6][1]["fsdp"]
+class Square(nn.Module):
+    """Two layers whose three matrices are about as large as each other."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        self.up = nn.Linear(width, inner, bias=False, dtype="f64")
+        self.down = nn.Linear(inner, width, bias=False, dtype="f64")
+
+    def forward(self, x: dg.Tensor) -> dg.Tensor:
+        return self.down(dg.ops.relu(self.up(x)))
+
+
+@pytest.mark.parametrize(("sizes", "chosen"), [((128, 128, 128), True), ((64, 256, 128), False)])
+def test_mode_auto_chooses_two_axes_where_they_are_fastest(sizes: tuple[int, int, int], chosen: bool) -> None:
+    """With equal matrices nothing else hides as much; with small weights data parallelism is faster."""
+    width, inner, samples = sizes
+    program = Program(lambda: Square(width, inner), (width,), batch=samples)
+    boxes = two_by_two(flops="30 GFLOP/s")
+    given = SearchConstraints(micro_batches=1, stages=1)
+    state = SearchState(program.compile_request(), boxes, "auto", 600.0, constraints=given)
+    list(run_search(state))
+    assert state.best is not None
+    assert (state.best.choices["products"] == "by meshslice") == chosen
+    others = [each for each in state.evaluations.all if each.fits and not each.origin.startswith("mesh2d")]
+    best_other = min(each.seconds for each in others)
+    if chosen:
+        assert state.best.seconds < 0.9 * best_other
+    else:
+        assert state.best.seconds == best_other
 
 
 def test_plans_compare_their_algorithms() -> None:

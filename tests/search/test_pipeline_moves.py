@@ -37,11 +37,13 @@ def test_borders_are_priced_where_stages_are(state: SearchState) -> None:
     forecasts = [build_candidate(each, state.layout_costs).seconds for each in (inside, across)]
     assert estimates[0] < estimates[1]
     assert estimates == pytest.approx(forecasts, rel=0.1)
-    near, far = (
+    (near, held_near), (far, held_far) = (
         transfer_seconds(state.layout_costs, 2, [SubMesh((1,)), SubMesh((2,))], apart)
         for apart in (False, True)
     )
     assert (near[:-1, 0] < far[:-1, 0]).all()
+    assert (2 * held_far[:-1, 0] <= far[:-1, 0]).all()  # each way over its own link
+    assert (held_near[:-1, 0] > 0).all()
     assert (near[:, 1] == far[:, 1]).all()  # two stages of two devices are in two machines anyway
 
 

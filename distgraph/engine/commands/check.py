@@ -31,9 +31,9 @@ from distgraph.ir.reference_interpreter import interpret
 from distgraph.ir.sharding_spec import DistAttr
 from distgraph.passes.pass_pipeline import Pipeline, pipeline
 from distgraph.passes.pass_registry import Pass
+from distgraph.runtime.execute.process_group import InProcessWorld
 from distgraph.runtime.execute.worker import Worker
 from distgraph.runtime.program.build import Build, build
-from distgraph.runtime.transport.inprocess import run_ranks
 
 Array = Any
 Arrays = Mapping[str, Array]
@@ -127,12 +127,12 @@ class Report:
         )
 
 
-def _size(found: Difference) -> str:
-    return f"off by {found.error:.3g} of {found.largest:.3g}, bound {found.bound:.3g}"
+def _size(difference: Difference) -> str:
+    return f"off by {difference.error:.3g} of {difference.largest:.3g}, bound {difference.bound:.3g}"
 
 
-def _ratio(found: Difference) -> float:
-    return found.error / found.bound if found.bound else math.inf if found.error else 0.0
+def _ratio(difference: Difference) -> float:
+    return difference.error / difference.bound if difference.bound else math.inf if difference.error else 0.0
 
 
 def check(
@@ -156,9 +156,9 @@ def check(
         RuntimeFault: a rank failed.
     """
     built = build(completed, passes=(passes or pipeline()).with_pass(_EXPOSE))
-    known = _sources(built.lowered, inputs, params)
-    held = _run(built, known)
-    whole, replicas = _join_all(built.lowered, held, known)
+    sources = _sources(built.lowered, inputs, params)
+    blocks = _run(built, sources)
+    whole, replicas = _join_all(built.lowered, blocks, sources)
     local = [found for op in built.lowered.ops if op.kind not in _NOT_SHOWN for found in _op_by_op(op, whole)]
     program = _whole_program(serial or completed, inputs, params, whole)
     position = {v.name: i for i, v in enumerate(built.lowered.values.values())}
@@ -185,25 +185,24 @@ _EXPOSE = Pass("expose_values", _expose, requires="lowered", stage="lowered")
 
 def _sources(graph: Graph, inputs: Arrays, params: Arrays) -> dict[str, Array]:
     """Value name -> whole array of every source."""
-    found = {}
+    arrays = {}
     for op in graph.sources():
         value, dtype = op.result, to_numpy(op.result.dtype)
         if op.kind == "constant":
-            found[op.name] = np.broadcast_to(np.asarray(op.attrs["value"], dtype), value.shape)
+            arrays[op.name] = np.broadcast_to(np.asarray(op.attrs["value"], dtype), value.shape)
             continue
         given, name = (inputs if op.kind == "input" else params), str(op.attrs["name"])
         if name not in given or np.shape(given[name]) != value.shape:
             there = f"shape {np.shape(given[name])}" if name in given else "nothing"
             raise GraphError(f"{op.kind} {name} is {value.type} but {there} is given to the check")
-        found[op.name] = np.asarray(given[name], dtype)
-    return found
+        arrays[op.name] = np.asarray(given[name], dtype)
+    return arrays
 
 
 def _run(built: Build, known: Arrays) -> list[dict[str, Array]]:
-    graph = built.lowered
+    graph, world = built.lowered, InProcessWorld(max(built.ranks) + 1)
 
-    def work(transport: Any) -> dict[str, Array]:
-        rank = transport.rank
+    def work(rank: int) -> dict[str, Array]:
         if rank not in built.ranks:
             return {}
         sources, feeds = {}, {}
@@ -216,16 +215,19 @@ def _run(built: Build, known: Arrays) -> list[dict[str, Array]]:
                 sources[op.name] = block
             else:
                 feeds[str(op.attrs["name"])] = [block] if array.shape else array[()]
-        worker = Worker(built.program(rank), built.schedule, transport, np, sources)
+        worker = Worker(built.program(rank), built.schedule, world.transport(rank), np, sources)
         return {name: np.array(block) for name, block in worker.step(feeds).items()}
 
-    return run_ranks(max(built.ranks) + 1, work)
+    try:
+        return list(world.run(work).values())
+    finally:
+        world.close()
 
 
 def _join_all(
-    graph: Graph, held: list[dict[str, Array]], known: Arrays
+    graph: Graph, held: list[dict[str, Array]], sources: Arrays
 ) -> tuple[dict[str, Array], list[Difference]]:
-    whole, replicas = dict(known), []
+    whole, replicas = dict(sources), []
     for op in graph.ops:
         if op.kind in _NOT_JOINED:
             whole[op.name] = whole[op.operands[0].name]
@@ -303,7 +305,7 @@ def _compare(
             near, _ = interpret(graph, _nudged(inputs, rng), _nudged(params, rng))
             for name, array in near.items():
                 moved[name] = max(moved[name], _difference(array, base[name])[0])
-    found = {}
+    differences = {}
     for op in graph.ops:
         for value in op.results:
             if value.name not in base or value.name not in whole:
@@ -312,8 +314,8 @@ def _compare(
             largest = _largest(base[value.name])
             rounding = moved[value.name] + math.sqrt(_terms(op)) * epsilon(value.dtype) * largest
             bound = _SAFETY * factors[op.name] * rounding
-            found[value.name] = Difference(op, value, error, bound, largest, where, how)
-    return found
+            differences[value.name] = Difference(op, value, error, bound, largest, where, how)
+    return differences
 
 
 def _nudged(arrays: Arrays, rng: np.random.Generator) -> dict[str, Array]:

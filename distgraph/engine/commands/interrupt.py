@@ -23,19 +23,19 @@ def remembered() -> Iterator[Interrupt]:
     A search ends with its best plan at the first one, even where a solver in between swallows the exception,
     and without any at the second.
     """
-    found = Interrupt()
+    interrupt = Interrupt()
     if threading.current_thread() is not threading.main_thread():
-        yield found
+        yield interrupt
         return
 
     def note(number: int, frame: FrameType | None) -> None:
-        found.again = found.asked
-        found.asked = True
+        interrupt.again = interrupt.asked
+        interrupt.asked = True
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGINT, note)
     try:
-        yield found
+        yield interrupt
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -50,11 +50,11 @@ def deferred() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield
         return
-    asked: list[FrameType | None] = []
+    frames: list[FrameType | None] = []
 
     def wait(number: int, frame: FrameType | None) -> None:
-        asked.append(frame)
-        if len(asked) > 1:
+        frames.append(frame)
+        if len(frames) > 1:
             before(number, frame)
 
     signal.signal(signal.SIGINT, wait)
@@ -62,5 +62,5 @@ def deferred() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-    if asked:
-        before(signal.SIGINT, asked[0])
+    if frames:
+        before(signal.SIGINT, frames[0])

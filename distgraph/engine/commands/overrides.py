@@ -11,9 +11,7 @@ from pathlib import Path
 from distgraph.engine.compile.training_spec import TrainingSpec
 from distgraph.plan.plan import Plan
 from distgraph.resources import Cluster, load_cluster
-
-VARIABLE = "DISTGRAPH_PLAN"
-"""Environment variable: path of a plan file for the engine that trains in this process."""
+from distgraph.runtime.job.job_files import PLAN_VARIABLE
 
 CLUSTER_VARIABLE = "DISTGRAPH_CLUSTER"
 """Environment variable: resource file or shipped name for the engines of this process."""
@@ -30,7 +28,7 @@ def plan_for(training_spec: TrainingSpec, own: Plan | str | Path | None) -> Plan
     """
     if training_spec.optimizer is not None:
         given = _GIVEN.get()
-        path = os.environ.get(VARIABLE)
+        path = os.environ.get(PLAN_VARIABLE)
         if given is not None:
             return given
         if path:

@@ -47,9 +47,9 @@ class Progress:
     bound: float | None = None
 
     def __str__(self) -> str:
-        found = "no plan yet" if self.incumbent is None else f"best {self.incumbent * 1e3:.4g} ms a step"
+        best = "no plan yet" if self.incumbent is None else f"best {self.incumbent * 1e3:.4g} ms a step"
         bound = "" if self.bound is None else f", none below {self.bound * 1e3:.4g} ms"
-        return f"{self.phase}: {found}{bound} ({self.seconds:.0f} s)"
+        return f"{self.phase}: {best}{bound} ({self.seconds:.0f} s)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -68,7 +68,7 @@ def plan_script(
 
     def plan(request: CompileRequest, engine_cluster: Cluster | None) -> Plan:
         target = cluster_for(given, engine_cluster, "distgraph plan --cluster")
-        asked = with_constraints_of(request.training_spec.strategy, options or SearchOptions())
-        return search(request, target, asked)
+        constrained = with_constraints_of(request.training_spec.strategy, options or SearchOptions())
+        return search(request, target, constrained)
 
     return run_script(path, argv, ScriptHook(plan), "plan", "there is nothing to plan")

@@ -50,7 +50,7 @@ def compile_program(
     if cluster is None:
         mapping, built = None, program.build(strategy.start.schedule, watch=watch)
     else:
-        mapping = place_ranks(program, cluster, devices_of(request.plan, cluster))
+        mapping = place_ranks(program, serial, cluster, devices_of(request.plan, cluster))
         price = MeshCommunication(cluster, mapping.devices).price
         built = program.build(strategy.start.schedule, price, watch)
     if dump_directory() is not None and is_chief():

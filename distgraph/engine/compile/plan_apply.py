@@ -22,7 +22,7 @@ from distgraph.ir.sharding_spec import DistAttr, Origin
 from distgraph.ir.verifier import verify
 from distgraph.passes.assign_meshes import on_other_meshes
 from distgraph.passes.communication.defer_cross_mesh_sums import spread_over_meshes
-from distgraph.passes.complete import follow
+from distgraph.passes.complete import check_op_axes, follow
 from distgraph.passes.redistribution.tiles import without_unit_axes
 from distgraph.passes.search.layering.layer_sequence import REST
 from distgraph.plan.plan import Computed, Plan, Program
@@ -256,7 +256,9 @@ def _with_annotations(serial: Graph, completed: Graph, plan: Plan) -> Graph:
         ShardingError: an annotation contradicts the plan.
     """
     attrs = dict(completed.attrs)
-    for name, attr in serial.attrs.items():
+    check_op_axes(completed)
+    by_axes = [(n, attr.on(attrs[n].mesh, n)) for n, attr in serial.axis_attrs.items() if n in attrs]
+    for name, attr in (*serial.attrs.items(), *by_axes):
         planned = attrs.get(name)
         if planned is None:
             continue
@@ -273,7 +275,7 @@ def _with_annotations(serial: Graph, completed: Graph, plan: Plan) -> Graph:
                 f"%{name} is annotated to be computed by {algorithm} but in plan of {plan.program.name} by "
                 f"{planned_algorithm or 'no algorithm'}; remove the annotation, or make a plan that keeps it"
             )
-    return replace(completed, attrs=attrs)
+    return replace(completed, attrs=attrs, axis_attrs={}, op_axes={})
 
 
 def _equal(first: DistAttr, second: DistAttr) -> bool:

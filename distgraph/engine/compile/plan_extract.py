@@ -10,6 +10,7 @@ from functools import cached_property
 from distgraph.engine.compile.compile_request import CompileRequest
 from distgraph.engine.compile.fingerprint import program_of
 from distgraph.engine.compile.op_positions import OpPositions, decompose_ops, is_named
+from distgraph.engine.compile.rank_placement import placement_of
 from distgraph.errors import GraphError
 from distgraph.ir.graph import Graph, Op
 from distgraph.ir.mesh import ProcessMesh
@@ -60,7 +61,7 @@ def extract_plan(
         program=program_of(request.training_spec.model, serial),
         batch=request.size,
         decisions=Decisions(micro_batches=build.completed.micro_batches, schedule=build.policy),
-        cluster="" if cluster is None else cluster.name,
+        cluster=cluster,
         devices=() if mapping is None else mapping.devices,
     )
 
@@ -73,7 +74,7 @@ def plan_of_graph(
     program: Program,
     batch: int,
     decisions: Decisions,
-    cluster: str = "",
+    cluster: Cluster | None = None,
     devices: Sequence[int] = (),
     placements: Mapping[str, ProcessMesh] | None = None,
     exported: bool = True,
@@ -87,7 +88,7 @@ def plan_of_graph(
         program: the program that was traced (see `program_of`), without recomputation.
         batch: samples of a step.
         decisions: about the whole program.
-        cluster: name of the cluster.
+        cluster: that it is for.
         devices: device of every rank.
         placements: mesh of every op of the serial graph; by default the result of `assign_meshes.place`.
         exported: whether the plan includes the module interface that exports need.
@@ -104,7 +105,8 @@ def plan_of_graph(
     ops, rest = describer.ops(whole, fused)
     return Plan(
         program=program,
-        cluster=cluster,
+        cluster="" if cluster is None else cluster.name,
+        placement=() if cluster is None else placement_of(cluster, devices),
         batch=batch,
         **decisions.decided(),
         layers=tuple(

@@ -158,7 +158,7 @@ def with_data_parallel_inputs(serial: Graph, mesh: ProcessMesh) -> Graph:
         for op in serial.sources("input")
         if op.result.shape
     }
-    return serial.with_ops(ops, attrs=attrs, placements={})
+    return serial.with_ops(ops, attrs=attrs, placements={}, axis_attrs={}, op_axes={})
 
 
 def cluster_for(requested: Cluster | None, of_engine: Cluster | None, way_out: str) -> Cluster:

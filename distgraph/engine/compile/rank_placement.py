@@ -4,40 +4,134 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
+from distgraph.errors import ResourceError, ShardingError
 from distgraph.ir.dtypes import itemsize
 from distgraph.ir.graph import Graph
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.plan.placement import PlacedRanks
 from distgraph.resources import Cluster, RankMapping, Requirement, map_ranks
-from distgraph.resources.rank_mapping import GIVEN
+from distgraph.resources.rank_mapping import GIVEN, check_devices
+from distgraph.resources.units import SIZE, parse
 from distgraph.runtime.forecast.traffic_matrix import exchanged_bytes
 from distgraph.runtime.program.build import ReshardedProgram
 
 
 def place_ranks(
-    program: ReshardedProgram, cluster: Cluster, devices: Sequence[int] | None = None
+    program: ReshardedProgram, serial: Graph, cluster: Cluster, devices: Sequence[int] | None = None
 ) -> RankMapping:
     """Map ranks to devices, so that ranks which exchange many bytes are near each other.
 
     Args:
         program: the program. Its changes of layout count as the collectives that send least; its parameters,
             states and inputs are the least memory that a rank needs.
+        serial: the graph with the user's meshes, which say what devices they need.
         cluster: the devices.
         devices: device of every rank, if a plan has decided them.
 
     Raises:
         ResourceError: the cluster has fewer devices than the program has ranks.
-        InfeasibleError: a rank needs more memory than any device has.
+        InfeasibleError: a rank needs more memory than any device has, or another type of device than there
+            is, or than the plan gives to it.
+        ShardingError: two meshes of a rank need different types of devices.
     """
     lowered = program.lower()
     traffic = exchanged_bytes(lowered)
+    stated = _stated(serial, lowered)
     if devices is None:
         ranks = max(rank for mesh in lowered.meshes for rank in mesh.members) + 1
-        needs = [Requirement(memory=_resident(lowered, rank)) for rank in range(ranks)]
+        needs = [_with_memory(stated.get(rank), _resident(lowered, rank)) for rank in range(ranks)]
         return map_ranks(ranks, traffic, cluster, needs)
+    check_devices(devices, stated, cluster)
     machine = [cluster.devices[device].machine for device in devices]
     crossing = sum(sent for (a, b), sent in traffic.items() if machine[a] != machine[b])
     required = tuple(Requirement(memory=_resident(lowered, rank)) for rank in range(len(devices)))
     return RankMapping(cluster, tuple(devices), "bytes", crossing, None, None, GIVEN, traffic, required)
+
+
+def check_device_type(graph: Graph, device: str) -> None:
+    """Raise ResourceError if a mesh of a program needs other devices than those on which its ranks run.
+
+    Args:
+        graph: the program.
+        device: of the strategy, for all ranks.
+    """
+    for rank, needed in sorted(_stated(graph).items()):
+        if needed.type not in (None, device):
+            raise ResourceError(
+                f"rank {rank} needs {needed} but Strategy(device={device!r}) runs all ranks on {device}; a "
+                f"job has devices of one type: give device={needed.type!r}, or no device_type to the mesh"
+            )
+
+
+def placement_of(cluster: Cluster, devices: Sequence[int]) -> tuple[PlacedRanks, ...]:
+    """The placement that a plan states: the device of every rank as a device of a named machine.
+
+    Args:
+        cluster: the devices.
+        devices: device of every rank.
+    """
+    groups: dict[tuple[int, str, str, float], list[tuple[int, int]]] = {}
+    for rank, number in enumerate(devices):
+        device = cluster.devices[number]
+        group = groups.setdefault((device.machine, device.type, device.model, device.memory), [])
+        group.append((rank, number))
+    parts = []
+    for (machine, kind, model, memory), pairs in sorted(groups.items()):
+        equal = [n for n in cluster.machines[machine].devices if cluster.devices[n].type == kind]
+        parts.append(
+            PlacedRanks(
+                machine=cluster.machines[machine].name,
+                type=kind,
+                model=model,
+                memory=int(memory),
+                count=len(equal),
+                ranks=tuple(rank for rank, _ in pairs),
+                devices=tuple(equal.index(number) for _, number in pairs),
+            )
+        )
+    return tuple(parts)
+
+
+def _stated(*graphs: Graph) -> dict[int, Requirement]:
+    """What the meshes of graphs need of the devices of their ranks; ranks without such needs are left out.
+
+    Raises:
+        ShardingError: two meshes of a rank need different types; a memory is no size.
+    """
+    attrs = [attr.mesh for graph in graphs for attr in graph.attrs.values()]
+    placements = [mesh for graph in graphs for mesh in graph.placements.values()]
+    needs: dict[int, Requirement] = {}
+    for mesh in {id(mesh): mesh for mesh in (*attrs, *placements)}.values():  # equal ones may differ in needs
+        if mesh.device_type is None and mesh.memory is None:
+            continue
+        memory = _bytes_of(mesh)
+        for rank in mesh.members:
+            before = needs.get(rank, Requirement())
+            if before.type and mesh.device_type and before.type != mesh.device_type:
+                raise ShardingError(
+                    f"rank {rank} is on a mesh of {before.type} devices and on {mesh} of {mesh.device_type} "
+                    "devices; a rank has one device: give both meshes the same device_type, or other ranks"
+                )
+            kind = before.type or mesh.device_type
+            needs[rank] = Requirement(type=kind, memory=max(before.memory, memory))
+    return needs
+
+
+def _bytes_of(mesh: ProcessMesh) -> float:
+    try:
+        found = parse(mesh.memory, SIZE) if isinstance(mesh.memory, str) else float(mesh.memory or 0)
+    except (ValueError, TypeError) as error:
+        raise ShardingError(f"memory of {mesh} is {mesh.memory!r} but must be {error}") from None
+    if not 0 <= found < math.inf:
+        raise ShardingError(f"memory of {mesh} is {mesh.memory!r} but must be a size such as 16 GiB")
+    return found
+
+
+def _with_memory(stated: Requirement | None, resident: float) -> Requirement:
+    needed = stated or Requirement()
+    return replace(needed, memory=max(needed.memory, resident))
 
 
 def _resident(graph: Graph, rank: int) -> float:

@@ -250,7 +250,8 @@ def _annotate_stored(trace: Trace, layouts: Mapping[str, DistAttr]) -> None:
 
 def _check_manual(graph: Graph) -> None:
     for op in graph.sources("param"):
-        if op.name not in graph.attrs and len(op.result.shape) > 1:
+        annotated = op.name in graph.attrs or op.name in graph.axis_attrs
+        if not annotated and len(op.result.shape) > 1:
             raise GraphError(
                 f"parameter {op.attrs['name']} ({op.result.type}) has no annotation but the mode is "
                 f"manual; annotate it "

@@ -41,6 +41,8 @@ from distgraph.passes.matmul_algorithms.product_seconds import ALGORITHMS
 _UNIFORM: tuple[Restriction, ...] = ("uniform", "zero1", "zero3", "none")
 _MOST_SHAPES = 3
 """Shapes of the mesh of mode mesh2d whose programs are forecast; the tuner's estimate orders them."""
+_MOST_SHAPES_OF_AUTO = 2
+"""The same in mode auto, where the products of a shape alone take less than the best step so far."""
 _MOST_AXES = 4
 """Axes of a program of double recursion, at most: between layouts on more, changes of layout take minutes to
 find (see `recursive`)."""
@@ -107,7 +109,7 @@ def evaluate_data_parallel(state: SearchState, eligible: bool, hopeless: bool = 
 
 def evaluate_single_devices(state: SearchState) -> Iterator[Event]:
     """One device of each kind, as long as parameters and states fit: nothing else is as fast to try."""
-    if state.single_stage_breaks():
+    if state.single_stage_breaks() or state.layout_costs.named_axes:
         return
     layered = state.layout_costs.layered_graph(state.constraints.start.micro_batches)
     recompute = state.constraints.recomputed(len(layered.layers)) or ()
@@ -158,16 +160,17 @@ def evaluate_mesh2d_where_it_gains(state: SearchState) -> Iterator[Event]:
     best = state.best
     counts = [1] if best is None else [1, int(best.choices["micro_batches"])]
     for micro_batches in dict.fromkeys(state.constraints.among("micro_batches", counts)):
-        if state.expired() or state.single_stage_breaks():
+        limit, fits = math.inf if best is None else best.seconds, False
+        if state.single_stage_breaks() or state.layout_costs.named_axes:
             return
-        limit = math.inf if best is None else best.seconds
-        build = mesh2d_where_it_gains(state.layout_costs, micro_batches, limit)
-        if build is None:
-            return
-        yield Event("mesh2d, meshslice")
-        evaluation = evaluation_of(build())
-        yield state.record(evaluation)
-        if evaluation.fits:
+        for build in mesh2d_where_it_gains(state.layout_costs, micro_batches, limit, _MOST_SHAPES_OF_AUTO):
+            if state.expired():
+                return
+            yield Event("mesh2d, meshslice")
+            evaluation = evaluation_of(build())
+            fits |= evaluation.fits
+            yield state.record(evaluation)
+        if fits:
             return
 
 
@@ -239,6 +242,8 @@ def _double_recursion(state: SearchState) -> Evaluation | str:
     broken = state.single_stage_breaks()
     if broken:
         return f"left out: {broken} is given"
+    if state.layout_costs.named_axes:
+        return f"left out: annotations name the axes {', '.join(state.layout_costs.named_axes)}"
     start = state.constraints.start.micro_batches
     micro_batches = start if state.best is None else int(state.best.choices["micro_batches"])
     try:

@@ -15,7 +15,7 @@ from distgraph.engine.compile.fingerprint import program_of
 from distgraph.engine.compile.plan_apply import apply_plan, devices_of
 from distgraph.engine.compile.plan_extract import estimate, plan_of_graph
 from distgraph.engine.compile.strategy_passes import strategy_pipeline
-from distgraph.engine.search_driver.layout_costs import LayeredGraph, LayoutCosts
+from distgraph.engine.search_driver.layout_costs import LayoutCosts
 from distgraph.engine.search_driver.restrictions import Restriction, zero_of
 from distgraph.engine.search_driver.search_space import Shape
 from distgraph.ir.gc_pause import collector_paused
@@ -26,6 +26,7 @@ from distgraph.passes.search.intra_op.apply_layouts import assign
 from distgraph.passes.search.intra_op.chosen_layouts import Layouts
 from distgraph.passes.search.intra_op.cost_model import MOST_AXES
 from distgraph.passes.search.intra_op.formulate import Formulation
+from distgraph.passes.search.layering.layered_graph import LayeredGraph
 from distgraph.plan.decisions import Decisions
 from distgraph.plan.plan import Found, Plan, Program
 from distgraph.plan.strategy import with_decisions
@@ -177,7 +178,10 @@ def candidate_of_plan(plan: Plan, layout_costs: LayoutCosts) -> Candidate | None
 
 
 def broken_constraint(candidate: Candidate, layout_costs: LayoutCosts) -> str:
-    """The first constraint of the search that a candidate does not keep, such as "stages=4"; "" for none."""
+    """The first constraint of the search that a candidate does not keep, such as "stages=4", or "axes of
+    annotations"; "" for none."""
+    if not all(layout_costs.allows(candidate.micro_batches, stage.shape) for stage in candidate.stages):
+        return "axes of annotations"
     borders = [stage.first for stage in candidate.stages[1:]]
     layers = len(layout_costs.all_layers(candidate.micro_batches))
     equal = len({stage.shape for stage in candidate.stages}) == 1
@@ -329,7 +333,7 @@ def plan_of(program: BuiltCandidate, layout_costs: LayoutCosts, outline: bool = 
         program=unnamed if outline else program_of(request.training_spec.model, unmarked),
         batch=request.size,
         decisions=program.decisions,
-        cluster=layout_costs.cluster.name,
+        cluster=layout_costs.cluster,
         devices=program.devices,
         placements=program.placements,
         exported=not outline,

@@ -127,8 +127,8 @@ def front(evaluations: Sequence[Evaluation]) -> tuple[FrontPlan, ...]:
     if len(plans) <= _MOST_ON_FRONT:
         return tuple(plans)
     ends = [min(plans, key=lambda p: (p.memory, p.seconds)), min(plans, key=lambda p: (p.devices, p.seconds))]
-    kept = [*plans[: _MOST_ON_FRONT - len(ends)], *ends]
-    return tuple(plan for plan in plans if plan in kept)
+    chosen = [*plans[: _MOST_ON_FRONT - len(ends)], *ends]
+    return tuple(plan for plan in plans if plan in chosen)
 
 
 def _beats(plan: FrontPlan, other: Evaluation) -> bool:

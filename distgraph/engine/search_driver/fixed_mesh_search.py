@@ -12,18 +12,19 @@ from functools import partial
 
 from distgraph.engine.compile.program_forecast import with_data_parallel_inputs
 from distgraph.engine.search_driver.candidate import BuiltCandidate, build_program, with_layouts
-from distgraph.engine.search_driver.layout_costs import LayeredGraph, LayoutCosts, solve_problem
+from distgraph.engine.search_driver.layout_costs import LayoutCosts, solve_problem
 from distgraph.engine.search_driver.restrictions import restricted
 from distgraph.errors import DistGraphError, InfeasibleError, ResourceError, ShardingError
 from distgraph.ir.graph import Graph
 from distgraph.ir.mesh import ProcessMesh
-from distgraph.passes.assign_meshes import on_other_meshes, place
-from distgraph.passes.complete import complete
+from distgraph.passes.assign_meshes import on_meshes, on_other_meshes, place
+from distgraph.passes.complete import check_op_axes, complete
 from distgraph.passes.matmul_algorithms.cluster_prices import devices_of
 from distgraph.passes.search.intra_op.apply_layouts import assign
 from distgraph.passes.search.intra_op.chosen_layouts import Layouts
 from distgraph.passes.search.intra_op.formulate import Formulation, formulate
 from distgraph.passes.search.layering.layer_sequence import layering
+from distgraph.passes.search.layering.layered_graph import LayeredGraph
 from distgraph.passes.search.modes import mesh2d
 from distgraph.passes.search.modes.propagation import propagate
 from distgraph.passes.search.modes.recursive import recursive
@@ -73,11 +74,15 @@ def repetitions(layout_costs: LayoutCosts) -> int:
 
 
 def with_repeated_mesh(layered: LayeredGraph, count: int) -> LayeredGraph:
-    """A serial graph whose annotations are on their mesh repeated `count` times."""
-    if count == 1:
+    """A serial graph whose annotations are on their mesh repeated `count` times; those that name axes alone
+    are on the meshes of their ops."""
+    if count == 1 and not layered.graph.axis_attrs:
         return layered
     meshes = dict.fromkeys([*layered.graph.meshes, *layered.graph.placements.values()])
-    graph = on_other_meshes(layered.graph, {mesh: mesh.repeated(count) for mesh in meshes})
+    graph = layered.graph
+    if count > 1:
+        graph = on_other_meshes(graph, {mesh: mesh.repeated(count) for mesh in meshes})
+    graph = on_meshes(graph) if meshes else graph
     return replace(layered, graph=graph, layering=layering(graph, layered.layers), repeats=count)
 
 
@@ -161,8 +166,10 @@ def formulate_on_mesh(layout_costs: LayoutCosts, layered: LayeredGraph, mesh: Pr
     """The problem of laying everything out on one mesh; annotations on others do not count."""
     graph = layered.graph
     on_mesh = {name: attr for name, attr in graph.attrs.items() if attr.mesh == mesh}
+    ops = {name: axes for name, axes in graph.op_axes.items() if graph.placements.get(name, mesh) == mesh}
     cost_model = layout_costs.cost_model(tuple(range(len(layout_costs.cluster.devices))))
-    return formulate(replace(graph, attrs=on_mesh), mesh, cost_model, layered.layering)
+    graph = replace(graph, attrs=on_mesh, op_axes=ops)
+    return formulate(graph, mesh, cost_model, layered.layering)
 
 
 def with_decisions(
@@ -183,7 +190,7 @@ def with_decisions(
         return None
     ((mesh, (formulation, layouts)),) = program.solved.items()
     layered = layout_costs.layered_graph(decisions.micro_batches, decisions.recompute)
-    layered = with_repeated_mesh(layered, program.layered.repeats)
+    layered = _on_mesh(with_repeated_mesh(layered, program.layered.repeats), mesh)
     problem = formulate_on_mesh(layout_costs, layered, mesh)
     choice = layout_costs.carried_over(formulation, layouts, problem, layered, program.layered)
     if choice is None and solve:
@@ -223,6 +230,7 @@ def double_recursion(
     count = len(layout_costs.devices)
     meshes = annotated_meshes(layered.graph, layout_costs) or (ProcessMesh.grid(dp=count),)
     price = layout_costs.cost_model(tuple(range(count))).price
+    layered = _on_mesh(layered, _only(meshes, "recursive"))
     mesh, layouts = recursive(layered.graph, _only(meshes, "recursive"), price, most_axes)
     placements = dict.fromkeys((op.name for op in layered.graph.ops), mesh)
     return _assigned(layout_costs, layered, placements, {mesh: layouts}, "double recursion")
@@ -257,24 +265,23 @@ def mesh2d_programs(
 
 
 def mesh2d_where_it_gains(
-    layout_costs: LayoutCosts, micro_batches: int, seconds: float
-) -> Callable[[], BuiltCandidate] | None:
-    """The best program of two-dimensional tensor parallelism by the tuner's model, where that may be fastest.
+    layout_costs: LayoutCosts, micro_batches: int, seconds: float, most: int
+) -> list[Callable[[], BuiltCandidate]]:
+    """Programs of two-dimensional tensor parallelism that may be fastest by the tuner's model, best first.
 
     Args:
         layout_costs: of the program.
         micro_batches: in a step.
-        seconds: of the best step so far. The products alone must take less, and less than on one axis.
+        seconds: of the best step so far. The products alone must take less.
+        most: shapes of the mesh, those with the best estimates.
     """
     if len(layout_costs.pools) > 1:
-        return None
+        return []
     try:
-        tuned, build = next(mesh2d_programs(layout_costs, micro_batches, "meshslice", 1))
+        programs = list(mesh2d_programs(layout_costs, micro_batches, "meshslice", most))
     except (ShardingError, InfeasibleError):  # no mesh of two axes divides the program
-        return None
-    if tuned.seconds * micro_batches >= seconds:
-        return None
-    return build if tuned.seconds < mesh2d.one_axis_seconds(tuned, layout_costs.cluster) else None
+        return []
+    return [build for tuned, build in programs if tuned.seconds * micro_batches < seconds]
 
 
 def _mesh2d_program(
@@ -314,10 +321,19 @@ def sharding_propagation(layout_costs: LayoutCosts, micro_batches: int) -> Built
             f"sharding_propagation; annotate with dg.shard_tensor, or search in mode auto"
         )
     mesh = _only(meshes, "sharding_propagation")
+    layered = _on_mesh(layered, mesh)
     price = layout_costs.cost_model(tuple(range(len(layout_costs.cluster.devices)))).price
     placements = dict.fromkeys((op.name for op in layered.graph.ops), mesh)
     layouts = propagate(layered.graph, mesh, price)
     return _assigned(layout_costs, layered, placements, {mesh: layouts}, "sharding propagation")
+
+
+def _on_mesh(layered: LayeredGraph, mesh: ProcessMesh) -> LayeredGraph:
+    """A serial graph whose annotations that name axes alone are on a mesh."""
+    if not layered.graph.axis_attrs:
+        return layered
+    graph = on_meshes(layered.graph, mesh)
+    return replace(layered, graph=graph, layering=layering(graph, layered.layers))
 
 
 def _only(meshes: Sequence[ProcessMesh], mode: str) -> ProcessMesh:
@@ -337,6 +353,7 @@ def _assigned(
     origin: str,
 ) -> BuiltCandidate:
     completed = assign(layered.graph, placements, layouts)
+    check_op_axes(replace(completed, op_axes=layered.graph.op_axes))
     completed = replace(completed, micro_batches=layered.graph.micro_batches)
     devices = tuple(range(max(rank for mesh in layouts for rank in mesh.members) + 1))
     return build_program(layout_costs, completed, layered, devices, origin, None, placements)

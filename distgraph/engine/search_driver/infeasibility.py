@@ -80,6 +80,8 @@ def infeasible_message(state: SearchState) -> str:
     cluster = state.cluster
     given = str(state.constraints)
     kept = f" and keeps {given}" if given else ""
+    if named := state.layout_costs.named_axes:
+        kept += f" with {' and '.join(named)} of two devices or more in every stage, which annotations name"
     head = f"search: no plan fits cluster {cluster.name}{kept}"
     if state.expired():
         head = f"search: no plan that fits cluster {cluster.name}{kept} was found in {state.seconds:g} s"

@@ -27,18 +27,18 @@ import numpy as np
 from distgraph.engine.compile.compile_request import CompileRequest
 from distgraph.engine.compile.op_positions import layers_by_first_ops
 from distgraph.engine.search_driver.restrictions import Restriction, restricted, restriction_of
-from distgraph.engine.search_driver.search_space import Shape, devices_for
+from distgraph.engine.search_driver.search_space import Shape, devices_for, shapes_of
 from distgraph.engine.search_driver.worker_pool import parallel_map
 from distgraph.errors import InfeasibleError
 from distgraph.ir.gc_pause import collector_paused
-from distgraph.ir.graph import Graph
 from distgraph.passes.search.inter_op.submesh_placement import Pool, SubMesh
 from distgraph.passes.search.intra_op.cost_model import CostModel
+from distgraph.passes.search.intra_op.decision_nodes import options_with_axes
 from distgraph.passes.search.intra_op.formulate import Formulation, Profile, formulate
 from distgraph.passes.search.intra_op.solution_cache import solve_cached
 from distgraph.passes.search.intra_op.warm_start import Ints, corresponding_ops, transfer_choice
-from distgraph.passes.search.layering.layer_folding import Fold, fold
-from distgraph.passes.search.layering.layer_sequence import Layer, Layering, cluster_layers, layering
+from distgraph.passes.search.layering.layer_sequence import cluster_layers, layering
+from distgraph.passes.search.layering.layered_graph import LayeredGraph
 from distgraph.passes.search.solver.problem import Problem, Solution
 from distgraph.plan.constraints import FREE, SearchConstraints
 from distgraph.resources import Cluster, CollectiveCost, shared_cost
@@ -56,40 +56,6 @@ _SERIAL_SECONDS = 0.3
 """Seconds after which shapes are solved in several processes: forking these takes about as long."""
 _SMALLER = 1.02
 """A variant is one of its of_key where the one before needs this many times its memory."""
-
-
-@dataclass(frozen=True, eq=False)
-class LayeredGraph:
-    """A serial train graph, its layers, and which of them are recomputed."""
-
-    graph: Graph
-    layers: tuple[Layer, ...]
-    layering: Layering
-    recompute: tuple[int, ...]
-    repeats: int = 1  # how often annotated meshes are repeated
-
-    @cached_property
-    def fold(self) -> Fold:
-        """Equal layers on top of each other."""
-        return fold(self.graph, self.layering)
-
-    @cached_property
-    def crossing(self) -> np.ndarray:
-        """Bytes [layers - 1] of one micro-batch that pass between a layer and later ones, both ways."""
-        count, of = len(self.layers), self.layering.of
-        change = np.zeros(count + 1)
-        for op in self.graph.ops:
-            if op.role not in ("forward", "backward"):
-                continue
-            home = of[op.name]
-            for value in op.results:
-                reached = [of[user.name] for user in self.graph.users[value.name]]
-                reached = [layer for layer in reached if layer >= 0] + [home]
-                low, high = min(reached), max(reached)
-                if home >= 0 and high > low:
-                    change[low] += value.nbytes
-                    change[high] -= value.nbytes
-        return np.cumsum(change)[: count - 1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -259,6 +225,29 @@ class LayoutCosts:
     def devices(self) -> tuple[int, ...]:
         """Devices that may be used: the first ones of the cluster."""
         return tuple(range(sum(pool.size for pool in self.pools)))
+
+    @cached_property
+    def named_axes(self) -> dict[str, str]:
+        """Axis -> where an annotation without a mesh names it; every mesh of the search has these. None where
+        there is one device, which splits nothing."""
+        graph = self.layered_graph(1).graph
+        axes = {axis: attr.origin.where for attr in graph.axis_attrs.values() for axis in attr.spec.axes}
+        for given in graph.op_axes.values():
+            axes |= {axis: given.origin.where for _, split in given.axes for axis in split}
+        return axes if len(self.devices) > 1 else {}
+
+    def shapes(self, micro_batches: int, pool: Pool, size: int) -> tuple[Shape, ...]:
+        """Logical meshes for `size` devices of a pool on which annotations without a mesh hold."""
+        shapes = shapes_of(pool, size, self.named_axes)
+        return tuple(shape for shape in shapes if self.allows(micro_batches, shape))
+
+    def allows(self, micro_batches: int, shape: Shape) -> bool:
+        """Whether annotations without a mesh hold on meshes of a shape."""
+        if not shape.has(self.named_axes):
+            return False
+        graph, mesh = self.layered_graph(micro_batches).graph, shape.mesh()
+        given = ((graph.producers[name], axes) for name, axes in graph.op_axes.items())
+        return all(options_with_axes(op, mesh, axes) for op, axes in given)
 
     @cached_property
     def restriction(self) -> Restriction:

@@ -79,7 +79,7 @@ def _unseen(state: SearchState, evaluation: Evaluation, seen: Collection[object]
         else (),
     )
     ranked: list[tuple[float, Candidate]] = []
-    own: dict[Restriction, PipelineEstimate] = {}
+    estimates: dict[Restriction, PipelineEstimate] = {}
     for neighbour in moves:
         if neighbour.decisions in seen:
             continue
@@ -88,10 +88,12 @@ def _unseen(state: SearchState, evaluation: Evaluation, seen: Collection[object]
         if restriction is None:
             ranked.append((1.0, candidate))
             continue
-        if restriction not in own:
-            own[restriction] = pipeline_estimate(layout_costs, replace(pipeline, restriction=restriction))
+        if restriction not in estimates:
+            estimates[restriction] = pipeline_estimate(
+                layout_costs, replace(pipeline, restriction=restriction)
+            )
         after, estimate = _fitting(layout_costs, replace(candidate, restriction=restriction))
-        ratio = estimate.seconds / own[restriction].seconds
+        ratio = estimate.seconds / estimates[restriction].seconds
         if ratio <= SLOWER and estimate.memory_ratio <= _MOST_MEMORY:
             seconds = ratio * pipeline.estimate
             after = replace(after, restriction=candidate.restriction, estimate=seconds)

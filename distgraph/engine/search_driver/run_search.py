@@ -47,7 +47,7 @@ from distgraph.engine.search_driver.infeasibility import evaluate_nearest, infea
 from distgraph.engine.search_driver.local_search import local_search
 from distgraph.engine.search_driver.lower_bound import least_seconds
 from distgraph.engine.search_driver.micro_batch_search import evaluate_single_pools, search_micro_batch_counts
-from distgraph.engine.search_driver.search_space import check_constraints, micro_batch_counts
+from distgraph.engine.search_driver.search_space import check_axes, check_constraints, micro_batch_counts
 from distgraph.engine.search_driver.search_state import FORECASTS, Event, SearchState
 from distgraph.errors import InfeasibleError
 from distgraph.plan.plan import Found, Plan
@@ -73,8 +73,11 @@ def run_search(state: SearchState) -> Iterator[Event]:
     if state.constraints.given():
         yield Event(f"search with {state.constraints}")
     annotated = bool(annotated_meshes(layered.graph, state.layout_costs))
+    named = state.layout_costs.named_axes
+    if state.mode == "auto" and not annotated:
+        check_axes(named)
     state.bound = least_seconds(layered.fold, state.cluster) or None
-    yield from evaluate_data_parallel(state, eligible=not annotated and state.mode != "mesh2d")
+    yield from evaluate_data_parallel(state, eligible=not (annotated or named) and state.mode != "mesh2d")
     if state.mode == "sharding_propagation":
         yield from evaluate_sharding_propagation(state)
     elif state.mode == "recursive":
@@ -84,14 +87,7 @@ def run_search(state: SearchState) -> Iterator[Event]:
     elif annotated:
         yield from search_given_meshes(state)
     elif state.best is None or not state.expired():
-        yield from evaluate_single_devices(state)
-        yield from search_micro_batch_counts(state)
-        yield from evaluate_single_pools(state)
-        yield from evaluate_uniform_and_recursive(state)
-        yield from local_search(state)
-        if (error := state.evaluations.estimate_error) is not None:
-            yield Event(f"estimates are {error:.1%} off the forecasts on average")
-        yield from evaluate_mesh2d_where_it_gains(state)
+        yield from search_everything(state)
     for step in state.explainer.run():  # a runner-up that turns out faster becomes the best
         yield Event(step) if isinstance(step, str) else state.record(step)
     if state.best is None and state.mode == "auto" and not annotated and not state.expired():
@@ -99,9 +95,21 @@ def run_search(state: SearchState) -> Iterator[Event]:
     if (
         not state.evaluations.all and not state.single_stage_breaks()
     ):  # so that the error can tell how much memory is missing
-        yield from evaluate_data_parallel(state, eligible=not annotated, hopeless=True)
+        yield from evaluate_data_parallel(state, eligible=not (annotated or named), hopeless=True)
     if state.best is None:
         raise InfeasibleError(infeasible_message(state))
+
+
+def search_everything(state: SearchState) -> Iterator[Event]:
+    """Layouts, stages and all other decisions, on meshes that the search makes."""
+    yield from evaluate_single_devices(state)
+    yield from search_micro_batch_counts(state)
+    yield from evaluate_single_pools(state)
+    yield from evaluate_uniform_and_recursive(state)
+    yield from evaluate_mesh2d_where_it_gains(state)
+    yield from local_search(state)
+    if (error := state.evaluations.estimate_error) is not None:
+        yield Event(f"estimates are {error:.1%} off the forecasts on average")
 
 
 def search_given_meshes(state: SearchState) -> Iterator[Event]:

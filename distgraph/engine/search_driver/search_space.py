@@ -6,7 +6,7 @@ deterministic; all devices that may be used are always among the sub-meshes, one
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
@@ -20,6 +20,7 @@ from distgraph.plan.constraints import SearchConstraints
 from distgraph.resources import Cluster
 from distgraph.resources.units import SIZE, parse
 
+_DATA, _TENSOR = "dp", "tp"
 _WIDEST = 8
 """Devices of a machine along the inner axis where machines have more: wider ones are tried as one axis."""
 _MOST_SHARES = 4
@@ -50,6 +51,11 @@ class Shape:
     def mesh(self, start: int = 0) -> ProcessMesh:
         """A mesh of this shape on consecutive ranks; always the same object."""
         return _mesh(self, start)
+
+    def has(self, axes: Collection[str]) -> bool:
+        """Whether each of these axes has more than one rank."""
+        wide = {name for name, size in self.axes if size > 1}
+        return wide.issuperset(axes)
 
     def __str__(self) -> str:
         sizes = [f"{name}={size}" for name, size in self.axes]
@@ -167,22 +173,49 @@ def _shares(machines: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys((*spread, machines)))
 
 
-def shapes_of(pool: Pool, size: int) -> tuple[Shape, ...]:
+def shapes_of(pool: Pool, size: int, named: Collection[str] = ()) -> tuple[Shape, ...]:
     """Logical meshes of one and two axes for `size` devices of a pool.
 
     One axis is one that any op may use for anything. Of two, the major one is called dp and the minor one tp,
-    after what they mostly turn out to be; no op is bound by these names.
+    after what they mostly turn out to be; no op is bound by these names, unless annotations name axes: then
+    every shape has these, and a machine may be one axis tp.
+
+    Args:
+        pool: devices of one kind in machines of one size.
+        size: devices of the mesh.
+        named: axes that annotations name.
 
     Example:
         >>> [str(shape) for shape in shapes_of(Pool.grid("a", 2, 4), 8)]
         ['dp=8', 'dp=2 x tp=4', 'dp=4 x tp=2']
+        >>> [str(shape) for shape in shapes_of(Pool.grid("a", 2, 4), 4, ["tp"])]
+        ['dp=2 x tp=2', 'tp=4']
     """
     inner = min(size, pool.machine)
     minors = [
         n for n in range(2, min(inner, max(_WIDEST, 1)) + 1) if size % n == 0 and inner % n == 0 and n < size
     ]
-    one = Shape((("dp", size),))
-    return (one, *(Shape((("dp", size // n), ("tp", n))) for n in reversed(minors)))
+    shapes = [Shape(((_DATA, size),)), *(Shape(((_DATA, size // n), (_TENSOR, n))) for n in reversed(minors))]
+    if named and 1 < size <= pool.machine:
+        shapes.append(Shape(((_TENSOR, size),)))
+    return tuple(shape for shape in shapes if shape.has(named))
+
+
+def check_axes(axes: Mapping[str, str]) -> None:
+    """Refuse axes of annotations that no mesh of the search has.
+
+    Args:
+        axes: name -> where an annotation without a mesh names it.
+
+    Raises:
+        ShardingError: names the axis and those that there are.
+    """
+    unknown = next((axis for axis in axes if axis not in (_DATA, _TENSOR)), None)
+    if unknown is not None:
+        raise ShardingError(
+            f"annotation ({axes[unknown]}) names axis {unknown!r} but the meshes that mode auto makes have "
+            f"the axes {_DATA} and {_TENSOR}; use these, or give the annotation a mesh"
+        )
 
 
 def devices_for(pools: Sequence[Pool], submesh: SubMesh) -> tuple[int, ...]:

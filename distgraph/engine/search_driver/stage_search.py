@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from distgraph.engine.search_driver.candidate import Candidate, StageChoice
 from distgraph.engine.search_driver.layout_costs import LayoutCosts, Variant
 from distgraph.engine.search_driver.load_balancing import shared_shapes
-from distgraph.engine.search_driver.search_space import Shape, shapes_of
+from distgraph.engine.search_driver.search_space import Shape
+from distgraph.passes.analysis.link_queue import link_totals
 from distgraph.passes.search.inter_op.schedule_costs import Border, simulated_makespan
 from distgraph.passes.search.inter_op.stage_costs import (
     Config,
@@ -175,9 +176,14 @@ def shapes_for(layout_costs: LayoutCosts, micro_batches: int, submesh: SubMesh) 
     """Logical meshes of a sub-mesh, in one pool or across several."""
     pools = [p for p, size in zip(layout_costs.pools, submesh.sizes, strict=True) if size]
     if len(pools) > 1:
-        return shared_shapes(layout_costs, micro_batches, submesh)
-    shapes = shapes_of(pools[0], submesh.size)
-    if layout_costs.restriction == "none" or not 1 < submesh.size <= pools[0].machine:
+        shapes = shared_shapes(layout_costs, micro_batches, submesh)
+        return tuple(shape for shape in shapes if layout_costs.allows(micro_batches, shape))
+    shapes = layout_costs.shapes(micro_batches, pools[0], submesh.size)
+    if (
+        layout_costs.named_axes
+        or layout_costs.restriction == "none"
+        or not 1 < submesh.size <= pools[0].machine
+    ):
         return shapes
     return (*shapes, Shape((("tp", submesh.size),)))  # under a restriction axes differ by their names
 
@@ -197,7 +203,7 @@ def may_fit(layout_costs: LayoutCosts, micro_batches: int, whole: SubMesh, large
     if len(layout_costs.pools) > 1:
         return True
     (pool,) = layout_costs.pools
-    shapes = shapes_of(pool, whole.size)
+    shapes = layout_costs.shapes(micro_batches, pool, whole.size)
     restriction = layout_costs.restriction
     layout_costs.prepare_variants(micro_batches, [(whole, shape) for shape in shapes], restriction)
     for shape in shapes:
@@ -256,8 +262,9 @@ class CostsWithBorders:
 
 def transfer_seconds(
     layout_costs: LayoutCosts, micro_batches: int, submeshes: Sequence[SubMesh], apart: bool = False
-) -> Floats:
-    """Seconds [layers, sub-meshes] of the transfer behind a layer, to a stage of the same size.
+) -> tuple[Floats, Floats]:
+    """Seconds [layers, sub-meshes] of the transfer behind a layer, to a stage of the same size, and seconds
+    for which it occupies its most occupied link.
 
     Of one micro-batch, both ways; 0 behind the last layer.
 
@@ -268,14 +275,16 @@ def transfer_seconds(
         apart: the stages are in different machines; else in one where they fit there together.
     """
     crossing = np.append(layout_costs.layered_graph(micro_batches).crossing, 0.0)
-    seconds = np.zeros((len(crossing), len(submeshes)))
+    seconds, occupied = (np.zeros((len(crossing), len(submeshes))) for _ in range(2))
     for number, submesh in enumerate(submeshes):
         devices = place(layout_costs.pools, [submesh, submesh])
         if apart:
             devices = _in_two_machines(layout_costs.pools, submesh) or devices
         if devices is not None:
             seconds[:, number] = _message_seconds(layout_costs, devices, crossing)
-    return seconds
+            messages = dict(enumerate(_link_seconds(layout_costs, devices, 0.5)))
+            occupied[:, number] = max(link_totals(messages).values(), default=0.0) * crossing
+    return seconds, np.minimum(occupied, seconds)
 
 
 def _in_two_machines(pools: Sequence[Pool], submesh: SubMesh) -> tuple[tuple[int, ...], ...] | None:
@@ -396,7 +405,7 @@ def best_pipeline(
         InfeasibleError: nothing fits, or nothing takes less.
     """
     costs = _interval_costs(layout_costs, table, slack)
-    behind = transfer_seconds(layout_costs, table.micro_batches, table.submeshes, apart=hidden)
+    behind, occupied = transfer_seconds(layout_costs, table.micro_batches, table.submeshes, apart=hidden)
     policy = schedule_policy(schedule)
     count, waits = len(table.submeshes), policy.waits_for_transfers and not hidden
     problem = StageProblem(
@@ -405,15 +414,21 @@ def best_pipeline(
         table.submeshes,
         table.micro_batches,
         policy,
-        None if waits else np.repeat(behind[:-1, :, None], count, axis=2),
+        None if waits else _for_each_next(behind, count),
         whole=False,
         most=layout_costs.constraints.stage_count,
         exact=layout_costs.constraints.stage_count is not None,
+        occupied=None if waits else _for_each_next(occupied, count),
     )
     stages = find_stages(problem, below=below)
     candidate = _candidate(layout_costs, table, stages, schedule)
     estimate = pipeline_estimate(layout_costs, candidate)
     return replace(candidate, estimate=estimate.seconds), stages
+
+
+def _for_each_next(behind: Floats, count: int) -> Floats:
+    """Seconds [layers - 1, sub-mesh before, sub-mesh after] that are the same for every sub-mesh after."""
+    return np.repeat(behind[:-1, :, None], count, axis=2)
 
 
 def _interval_costs(layout_costs: LayoutCosts, table: VariantTable, slack: float) -> IntervalCosts:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from distgraph.engine.search_driver.candidate import Candidate, StageChoice
 from distgraph.engine.search_driver.layout_costs import LayoutCosts
 from distgraph.engine.search_driver.restrictions import RESTRICTION_NAMES, Restriction
-from distgraph.engine.search_driver.search_space import Shape, shapes_of
+from distgraph.engine.search_driver.search_space import Shape
 from distgraph.engine.search_driver.stage_search import ExcludedShapes, pipeline_estimate
 from distgraph.passes.search.inter_op.submesh_placement import SubMesh, place
 from distgraph.passes.search.intra_op.formulate import Profile
@@ -26,17 +26,20 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class UniformPipeline:
-    """Equal stages on all devices: how many micro-batches, on which devices, in which shape."""
+    """Equal stages on all devices: how many micro-batches, on which devices, in which shape, and whether
+    annotations name axes of it."""
 
     micro_batches: int
     submesh: SubMesh
     shape: Shape
     devices: tuple[tuple[int, ...], ...]
+    named: bool = False
 
     @property
     def free(self) -> Shape:
         """The shape with its axis called dp, where it has one: only restrictions depend on its name."""
-        return self.shape if len(self.shape.axes) > 1 else Shape((("dp", self.submesh.size),))
+        one_axis = len(self.shape.axes) == 1 and not self.named
+        return Shape((("dp", self.submesh.size),)) if one_axis else self.shape
 
 
 def best_uniform(
@@ -92,8 +95,9 @@ def pipelines_of(layout_costs: LayoutCosts, micro_batches: int) -> Iterator[Unif
         submesh = SubMesh((pool.size // count,))
         devices = place(layout_costs.pools, [submesh] * count) if pool.size % count == 0 else None
         if devices is not None:
-            for shape in _shapes(layout_costs, submesh):
-                yield UniformPipeline(micro_batches, submesh, shape, devices)
+            for shape in _shapes(layout_costs, micro_batches, submesh):
+                named = bool(layout_costs.named_axes)
+                yield UniformPipeline(micro_batches, submesh, shape, devices, named)
 
 
 def _floor(layout_costs: LayoutCosts, pipeline: UniformPipeline) -> float:
@@ -144,11 +148,11 @@ def _choices(pipeline: UniformPipeline, profile: Profile, firsts: tuple[int, ...
     )
 
 
-def _shapes(layout_costs: LayoutCosts, submesh: SubMesh) -> tuple[Shape, ...]:
+def _shapes(layout_costs: LayoutCosts, micro_batches: int, submesh: SubMesh) -> tuple[Shape, ...]:
     """dp x tp meshes: one axis for either, or both."""
     (pool,) = layout_costs.pools
-    shapes = shapes_of(pool, submesh.size)
-    inside = 1 < submesh.size <= pool.machine
+    shapes = layout_costs.shapes(micro_batches, pool, submesh.size)
+    inside = not layout_costs.named_axes and 1 < submesh.size <= pool.machine
     return (*shapes, Shape((("tp", submesh.size),))) if inside else shapes
 
 

@@ -148,10 +148,10 @@ def _point(aval: Any, numbers: Any, *, positive: bool) -> Any:
 
 def _close(declared: Any, computed: Any) -> bool:
     first, second = (np.asarray(x, np.float64) for x in (declared, computed))
-    known = np.isfinite(first) & np.isfinite(second)
-    scale = max(1.0, float(np.abs(first[known]).max(initial=0.0)))
+    finite = np.isfinite(first) & np.isfinite(second)
+    scale = max(1.0, float(np.abs(first[finite]).max(initial=0.0)))
     limit = _TOLERANCE[declared.dtype.itemsize] * scale
-    return bool((np.abs(first - second)[known] <= limit).all())
+    return bool((np.abs(first - second)[finite] <= limit).all())
 
 
 def _transposed(eqn: Any, avals: Sequence[Any]) -> Any:
@@ -163,8 +163,8 @@ def _transposed(eqn: Any, avals: Sequence[Any]) -> Any:
         points, changes = arrays[: len(avals)], arrays[len(avals) :]
         _, backward = _differentiated(_function(eqn), points, avals)
         shapes = [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in results]
-        (found,) = jax.linear_transpose(backward, shapes)(tuple(changes))
-        return found
+        (changes_of_inputs,) = jax.linear_transpose(backward, shapes)(tuple(changes))
+        return changes_of_inputs
 
     given = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in (*avals, *moving)]
     return jax.make_jaxpr(transposed)(*given)

@@ -27,7 +27,6 @@ class Constant(ConstantTensor):
         super().__init__(value if is_key(value) else np.asarray(value), recipe)
 
     def numbers(self) -> Any:
-        """See `ConstantTensor`."""
         return np.ascontiguousarray(self.value).reshape(self.shape)
 
     def narrow(self) -> Self:

@@ -48,14 +48,20 @@ class ImportedFunction(ImportedModel):
 
     def _scanned(self) -> dict[str, int]:
         """Name of each parameter that only scans over layers read, in both modes -> number of layers."""
-        found: list[set[str]] = []
+        names_by_mode: list[set[str]] = []
         for training, arguments in self._arguments.items():
             leaves = [leaf for leaf in arguments.leaves if leaf.kind != "static"]
             types = {leaf.name: (leaf.shape, short(leaf.dtype)) for leaf in arguments.of_kind("input")}
             scanned = scanned_inputs(self._jaxpr(training, types).closed)
-            found.append({leaf.name for leaf, is_scanned in zip(leaves, scanned, strict=True) if is_scanned})
+            names_by_mode.append(
+                {leaf.name for leaf, is_scanned in zip(leaves, scanned, strict=True) if is_scanned}
+            )
         parameters = self._arguments[True].of_kind("parameter")
-        return {leaf.name: leaf.shape[0] for leaf in parameters if all(leaf.name in names for names in found)}
+        return {
+            leaf.name: leaf.shape[0]
+            for leaf in parameters
+            if all(leaf.name in names for names in names_by_mode)
+        }
 
     def _made(self) -> Iterator[tuple[str, Parameter]]:
         """(name, parameter or buffer) of all leaves; those of layers one by one."""

@@ -138,8 +138,8 @@ class Evaluation:
         ready = [x.stacked() if isinstance(x, StackedParameters) else x for x in operands]
         if eqn.primitive.name in ELEMENTWISE:
             ready = _narrowed(ready, eqn.outvars[0].aval.shape)
-        found = RULES[eqn.primitive.name](*ready, **eqn.params)
-        results = found if isinstance(found, (tuple, list)) else [found]
+        result = RULES[eqn.primitive.name](*ready, **eqn.params)
+        results = result if isinstance(result, (tuple, list)) else [result]
         return [_checked(eqn, x, var.aval) for x, var in zip(results, eqn.outvars, strict=True)]
 
     def _report(self) -> str:
@@ -174,8 +174,8 @@ def _broadcast(eqn: Any, arrays: Sequence[Any]) -> Any:
         return np.broadcast_to(line.reshape([-1 if d == dim else 1 for d in range(len(shape))]), shape)
     if eqn.primitive.name == "broadcast_in_dim" and len(arrays) == 1 and not is_key(arrays[0]):
         dims = {int(d): n for d, n in zip(params["broadcast_dimensions"], arrays[0].shape, strict=True)}
-        kept = arrays[0].reshape([dims.get(d, 1) for d in range(len(params["shape"]))])
-        return np.broadcast_to(kept, params["shape"])
+        aligned = arrays[0].reshape([dims.get(d, 1) for d in range(len(params["shape"]))])
+        return np.broadcast_to(aligned, params["shape"])
     return None
 
 

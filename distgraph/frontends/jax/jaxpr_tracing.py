@@ -255,8 +255,8 @@ def source_line(eqn: Any) -> str:
 
 def _is_user_code(path: str) -> bool:
     inside = path.replace("\\", "/")
-    _, found, rest = inside.rpartition("-packages/")
-    if found:
+    _, separator, rest = inside.rpartition("-packages/")
+    if separator:
         return not f"/{rest}".startswith(_PACKAGES)
     return not inside.startswith("<") and not inside.endswith(__name__.replace(".", "/") + ".py")
 

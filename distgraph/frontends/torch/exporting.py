@@ -260,7 +260,7 @@ def check_rules(exported: Exported, model: str) -> None:
 
 def depending_nodes(exported: Exported) -> list[torch.fx.Node]:
     """The calls whose results depend on an input, a parameter, a buffer or a random number."""
-    found: list[torch.fx.Node] = []
+    depending: list[torch.fx.Node] = []
     depends: set[torch.fx.Node] = set()
     for node in exported.module.graph.nodes:
         if node.op == "placeholder" and exported.inputs[node.name].kind in ("input", "tensor"):
@@ -271,8 +271,8 @@ def depending_nodes(exported: Exported) -> list[torch.fx.Node]:
             if "val" in node.meta and not _is_tensors(node.meta["val"]):
                 continue  # a size, which is known when the graph is traced
             depends.add(node)
-            found.append(node)
-    return found
+            depending.append(node)
+    return depending
 
 
 def _is_tensors(value: Any) -> bool:

@@ -21,5 +21,4 @@ class Constant(ConstantTensor):
         return tuple(self.value.stride())
 
     def numbers(self) -> Any:
-        """See `ConstantTensor`."""
         return as_array(self.value)

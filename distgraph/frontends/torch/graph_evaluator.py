@@ -21,6 +21,7 @@ from distgraph.frontends.torch.folded_constant import Constant
 from distgraph.frontends.torch.rule_registry import IGNORED, RANDOM, RULES
 from distgraph.frontends.torch.torch_dtypes import short_dtype
 from distgraph.nn.parameter import Parameter
+from distgraph.tracing.annotations import pipeline_boundary
 from distgraph.tracing.tensor import Tensor
 from distgraph.tracing.tracer import Trace
 
@@ -29,7 +30,10 @@ _LARGEST = 1 << 26
 
 
 def evaluate(
-    exported: Exported, tensors: Mapping[str, Parameter], inputs: Mapping[str, Tensor]
+    exported: Exported,
+    tensors: Mapping[str, Parameter],
+    inputs: Mapping[str, Tensor],
+    boundaries: Mapping[str, Any],
 ) -> tuple[list[Any], list[Any]]:
     """Trace an exported graph.
 
@@ -37,12 +41,14 @@ def evaluate(
         exported: the graph.
         tensors: path of each parameter and buffer -> the tensor of the model.
         inputs: name of each input -> traced tensor.
+        boundaries: path of a module -> where its first op and what follows are computed.
 
     Returns:
         the new values of the mutated buffers, and the outputs.
     """
     trace = Trace.current()
     values: dict[torch.fx.Node, Any] = {}
+    ahead = dict(boundaries)
     for node in exported.module.graph.nodes:
         if node.op == "placeholder":
             source = exported.inputs[node.name]
@@ -57,6 +63,8 @@ def evaluate(
         elif node.op == "call_function":
             arguments = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
             scope, base = module_path(node), trace.scope
+            for path in [path for path in ahead if f"{scope}.".startswith(f"{path}.")]:
+                pipeline_boundary(None, ahead.pop(path))
             scope = f"{base}.{scope}" if base and scope else base or scope
             with trace.on_behalf_of(trace.link, scope, source_line(node)):
                 values[node] = _call(node, *arguments)

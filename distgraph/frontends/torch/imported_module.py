@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Mapping
+from types import EllipsisType
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from distgraph.frontends.torch.exporting import Exported, export
 from distgraph.frontends.torch.graph_evaluator import evaluate
 from distgraph.frontends.torch.torch_dtypes import as_array, short_dtype
 from distgraph.ir.dtypes import is_float
+from distgraph.ir.mesh import ProcessMesh
 from distgraph.nn import Buffer, Parameter
 from distgraph.tracing.tensor import Tensor
 from distgraph.tracing.tracer import Trace
@@ -29,6 +32,8 @@ class ImportedModule(ImportedModel):
         constants = {each.name for each in training.inputs.values() if each.kind == "constant"}
         tensors, self._names = _tensors(source, constants)
         super().__init__(type(source).__name__, tensors, tuple(training.shapes))
+        self._boundaries: dict[str, Any] = {}
+        self._paths = frozenset(path for path, _ in source.named_modules())
 
     def children(self) -> Iterator[tuple[str, Any]]:
         """(name in torch, parameter or buffer); a tied one under its first name."""
@@ -40,12 +45,30 @@ class ImportedModule(ImportedModel):
         first = {id(tensor): name for name, tensor in self._names.items()}
         return {name: first[id(tensor)] for name, tensor in self._tensors.items()}
 
+    def pipeline_boundary(self, path: str, mesh: ProcessMesh | EllipsisType = ...) -> None:
+        """Mark the boundary between two pipeline stages, as `distgraph.pipeline_boundary` does in code.
+
+        Args:
+            path: of the first module behind the boundary, such as "transformer.h.6".
+            mesh: the ranks of the stage that begins there; without it the boundary is one between layers.
+
+        Raises:
+            GraphError: there is no module of this path.
+        """
+        if path not in self._paths or not path:
+            near = difflib.get_close_matches(path, self._paths, 3)
+            raise GraphError(
+                f"{self._name} has no module {path!r}"
+                + (f"; near are {', '.join(near)}" if near else "; give a path of named_modules()")
+            )
+        self._boundaries[path] = mesh
+
     def _run(self, given: Mapping[str, Any]) -> Any:
         trace = Trace.current()
         exported = self._exported[trace.training]
         inputs = {name: trace.tensor(x) for name, x in given.items()}
         _check_inputs(self._name, exported, inputs)
-        changes, results = evaluate(exported, self._tensors, inputs)
+        changes, results = evaluate(exported, self._tensors, inputs, self._boundaries)
         if trace.training:
             for path, new in zip(exported.mutated, changes, strict=True):
                 self._update(path, new)

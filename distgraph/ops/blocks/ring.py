@@ -55,8 +55,8 @@ def _check(operands: Sequence[Value], attrs: Attrs) -> tuple[Shape, str]:
     if outer not in right or outer == inner or not any(inner in term for term in terms):
         raise GraphError(f"outer index {outer!r} must be in the result of {attrs['spec']!r}, and not inner")
     if inner in right:
-        at = right.index(inner)
-        shape = (*shape[:at], shape[at] // parts, *shape[at + 1 :])
+        dim = right.index(inner)
+        shape = (*shape[:dim], shape[dim] // parts, *shape[dim + 1 :])
     return shape, dtype
 
 
@@ -134,9 +134,9 @@ def _blocks(a: Array, b: Array, y: Array | None, attrs: Attrs) -> Iterator[tuple
             if letter == attrs["outer"]:
                 x = block_of(x, dim, first + q, parts) if whole else block_of(x, dim, q, here)
             elif letter == attrs["inner"] and not (result and both):
-                at = (first + q + attrs["shift"]) % parts
+                block = (first + q + attrs["shift"]) % parts
                 arrived = count is not None and not whole  # its blocks here are those that are read
-                x = block_of(x, dim, q, here) if arrived else block_of(x, dim, at, parts)
+                x = block_of(x, dim, q, here) if arrived else block_of(x, dim, block, parts)
         return x
 
     for q in range(here):

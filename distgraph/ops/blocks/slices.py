@@ -98,16 +98,12 @@ def _slice_kernel(
     return part.copy().reshape(shape)
 
 
-def _slice_traffic(op: Op) -> int:
-    return 2 * op.result.nbytes
-
-
 define(
     "block_slice",
     _slice_rule,
     _slice_kernel,
     linear=((0,),),
-    traffic=_slice_traffic,
+    traffic=lambda op: 2 * op.result.nbytes,
     localize=_localize,
     root=_root,
     every_micro_batch=True,  # a gathered slice lives until its product, not for the whole step
@@ -148,10 +144,6 @@ def _insert_rule(shapes: Shapes, attrs: Attrs) -> Rule:
     return make_rule("block_insert", (whole, part), (whole,), sizes, unsplit)
 
 
-def _insert_infer(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
-    return [(operands[0].shape, operands[0].dtype)]
-
-
 def _insert_kernel(
     xp: Namespace,
     x: Array,
@@ -166,18 +158,14 @@ def _insert_kernel(
     return _place(store(xp, x, out) if out is not None else x.copy(), part, dim, index, slices, block)
 
 
-def _insert_traffic(op: Op) -> int:
-    return 2 * op.operands[1].nbytes
-
-
 define(
     "block_insert",
     _insert_rule,
     _insert_kernel,
-    infer=_insert_infer,
+    infer=lambda operands, attrs: [(operands[0].shape, operands[0].dtype)],
     linear=((0, 1),),
     inplace=(0,),
-    traffic=_insert_traffic,
+    traffic=lambda op: 2 * op.operands[1].nbytes,
     localize=_localize,
     root=_root,
 )
@@ -199,10 +187,6 @@ def _add_infer(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str
     return [(shape, dtype)]
 
 
-def _add_flops(op: Op, rule: Rule) -> int:
-    return 2 * math.prod(rule.sizes.get(index, 1) for index in rule.indices)
-
-
 def _add_kernel(xp: Namespace, total: Array, *operands: Array, spec: str, out: Array | None = None) -> Array:
     result = store(xp, total, out) if out is not None else total.copy()
     return kernels.einsum_add(xp, *operands, spec=spec, out=result)
@@ -217,7 +201,7 @@ define(
     _add_rule,
     _add_kernel,
     infer=_add_infer,
-    flops=_add_flops,
+    flops=lambda op, rule: 2 * math.prod(rule.sizes.get(index, 1) for index in rule.indices),
     inplace=(0,),
     cost="matmul",
     factors=(1, 2),

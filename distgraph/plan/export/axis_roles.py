@@ -7,7 +7,10 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from distgraph.errors import ShardingError
+from distgraph.ir.mesh import ProcessMesh
 from distgraph.plan.export.result import data_axes, listed, owner, surface
 
 if TYPE_CHECKING:
@@ -91,6 +94,14 @@ def roles_of(plan: Plan, number: int) -> Roles:
     shard = tuple(axis for axis in data if axis in {*split["param"], *split["state"]})
     replicate = tuple(axis for axis in data if axis not in shard)
     return Roles(replicate, shard, model[0] if model else None, bool(split["param"]))
+
+
+def ranks_by_role(mesh: ProcessMesh, roles: Roles) -> np.ndarray:
+    """The ranks of a mesh as [dp_replicate, dp_shard, model]."""
+    order = [mesh.axes.index(axis) for axis in (*roles.replicate, *roles.shard)]
+    others = [i for i in range(len(mesh.axes)) if i not in order]
+    ranks = mesh.ranks.transpose([*order, *others])
+    return ranks.reshape(mesh.count(roles.replicate), mesh.count(roles.shard), -1)
 
 
 def mostly_split(plan: Plan, number: int, kind: str, apart: Collection[str] = ()) -> tuple[str, ...]:

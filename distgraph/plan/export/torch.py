@@ -19,12 +19,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from distgraph.errors import ShardingError
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import ShardSpec
-from distgraph.plan.export.axis_roles import Roles, roles_of, strays_of
+from distgraph.plan.export.axis_roles import Roles, ranks_by_role, roles_of, strays_of
 from distgraph.plan.export.module_interface import MATRICES, Part, Read, in_order, prefixes
 from distgraph.plan.export.result import Export, dims, listed, mesh_data, owner, surface
 from distgraph.plan.export.torch_source import torch_schedules, torch_source
@@ -81,8 +79,8 @@ def export_torch(plan: Plan) -> Export:
     data = {
         "program": plan.program.name,
         "stages": [_stage_data(stage) for stage in stages],
-        "split_points": _split_points(plan),
-        "schedule": _schedule(plan),
+        "split_points": split_points(plan),
+        "schedule": schedule_class(plan),
         "micro_batches": plan.micro_batches,
         "loss_parallel": bool(paths) and any("use_local_output=False" in s for s in _last_style(stages)),
     }
@@ -90,7 +88,8 @@ def export_torch(plan: Plan) -> Export:
     return Export("torch", data, torch_source(plan, data, notes), tuple(notes))
 
 
-def _schedule(plan: Plan) -> str:
+def schedule_class(plan: Plan) -> str:
+    """Name of the schedule's class in torch.distributed.pipelining. Raises ShardingError if it has none."""
     names = torch_schedules()
     if plan.schedule not in names:
         raise ShardingError(
@@ -289,7 +288,9 @@ def _check_left(stage: _Stage) -> None:
         if split_here and owner(name) not in stage.styles:
             stage.left.append(name)
     interface = surface(stage.plan).tensors
-    shared = [name for name in _parameters(stage) if name in interface and interface[name].shared]
+    shared = [
+        name for name in _parameters(stage.plan, stage.number) if name in interface and interface[name].shared
+    ]
     if shared:
         stage.notes.append(
             f"{listed(shared)} is read by code of several modules: a style lays out its own module only; let "
@@ -340,7 +341,7 @@ def _sizes(roles: Roles, mesh: ProcessMesh) -> tuple[int, int]:
     return mesh.count((*roles.replicate, *roles.shard)), mesh.axis_size(roles.model) if roles.model else 1
 
 
-def _split_points(plan: Plan) -> list[str]:
+def split_points(plan: Plan) -> list[str]:
     """The first module of every stage but the first: the outermost that belongs to that stage alone."""
     modules = surface(plan).modules
     points = []
@@ -356,19 +357,17 @@ def _split_points(plan: Plan) -> list[str]:
 
 def _stage_data(stage: _Stage) -> dict[str, Any]:
     roles = stage.roles
-    shape = [stage.mesh.count(roles.replicate), stage.mesh.count(roles.shard)]
-    order = [stage.mesh.axes.index(axis) for axis in (*roles.replicate, *roles.shard)]
-    other_dims = [i for i in range(len(stage.mesh.axes)) if i not in order]
-    shape.append(stage.mesh.size // int(np.prod(shape)))
-    ranks = stage.mesh.ranks.transpose([*order, *other_dims]).reshape(shape)
-    parameters = _parameters(stage)
+    parameters = _parameters(stage.plan, stage.number)
     paths = [path for path, part in surface(stage.plan).modules.items() if part.stage == stage.number]
     recomputed = [path for path in paths if surface(stage.plan).modules[path].again]
     return {
         "mesh": mesh_data(stage.mesh),
-        "ranks": ranks.tolist(),
+        "ranks": ranks_by_role(stage.mesh, roles).tolist(),
         "parallelize": dict(stage.styles),
-        "fully_shard": {"modules": _units(stage), "reshard_after_forward": roles.reshard}
+        "fully_shard": {
+            "modules": sharded_units(stage.plan, stage.number),
+            "reshard_after_forward": roles.reshard,
+        }
         if roles.replicate or roles.shard
         else None,
         "checkpoint": recomputed,
@@ -382,10 +381,9 @@ def _stage_data(stage: _Stage) -> dict[str, Any]:
     }
 
 
-def _parameters(stage: _Stage) -> list[str]:
+def _parameters(plan: Plan, number: int) -> list[str]:
     """Names of the parameters of a stage."""
-    tensors = stage.plan.tensors
-    return in_order(n for n, t in tensors.items() if t.kind == "param" and t.stage == stage.number)
+    return in_order(n for n, t in plan.tensors.items() if t.kind == "param" and t.stage == number)
 
 
 def _placements(stage: _Stage, name: str) -> list[str]:
@@ -400,8 +398,8 @@ def _placements(stage: _Stage, name: str) -> list[str]:
     return placements
 
 
-def _units(stage: _Stage) -> list[str]:
-    """Units of `fully_shard`: the outermost modules that are items of a list and have parameters."""
-    names = _parameters(stage)
+def sharded_units(plan: Plan, number: int) -> list[str]:
+    """Units of `fully_shard` in a stage: outermost modules that are items of a list and have parameters."""
+    names = _parameters(plan, number)
     units = [next((p for p in prefixes(owner(n)) if p.rpartition(".")[2].isdigit()), None) for n in names]
     return list(dict.fromkeys(unit for unit in units if unit is not None))

@@ -35,13 +35,16 @@ def makespan(
     micro_batches: int,
     transfer: Sequence[float] = (),
     step: Sequence[float] = (),
+    occupied: Sequence[float] | None = None,
 ) -> float:
     """Seconds of one training step of a pipeline.
 
-    A transfer between two stages counts like a stage. Work of a stage that runs once a step, such as the
-    synchronisation of gradients, follows its last micro-batch:
+    A transfer between two stages counts like a stage: a micro-batch waits for it both ways, and the most
+    occupied link cannot begin the next one earlier. Messages of both directions use different links where
+    these are full duplex. Work of a stage that runs once a step, such as the synchronisation of gradients,
+    follows its last micro-batch:
 
-        fill (sum_i t_i + sum_j x_j) + max(max_i (m - fill) t_i + s_i, max_j (m - fill) x_j)
+        fill (sum_i t_i + sum_j x_j) + max(max_i (m - fill) t_i + s_i, max_j (m - fill) y_j)
 
     Args:
         schedule: the schedule, of which `fill` is used.
@@ -50,6 +53,8 @@ def makespan(
         transfer: x, seconds of the transfers (forward and backward) after each stage but the last, for one
             micro-batch; empty if transfers cost nothing.
         step: s, seconds of each stage once a step; empty if there are none.
+        occupied: y, seconds for which a transfer occupies its most occupied link; None for those of the
+            transfers.
 
     Example:
         >>> from distgraph.plan.pipeline_schedules import ONE_F_ONE_B
@@ -60,7 +65,8 @@ def makespan(
     once = step or [0.0] * len(times)
     rounds = micro_batches - schedule.fill
     last = max(rounds * t + s for t, s in zip(times, once, strict=True))
-    return schedule.fill * (sum(times) + sum(transfer)) + max([last, *(rounds * x for x in transfer)])
+    longest = max(transfer if occupied is None else occupied, default=0.0)
+    return schedule.fill * (sum(times) + sum(transfer)) + max(last, rounds * longest)
 
 
 _FOLLOWED = 256
@@ -135,9 +141,9 @@ def _steady_ends(
     count = len(forward)
     period, turn = max(link_totals(messages).values(), default=0.0), 0.0  # turn: from a stage and back to it
     for stage in reversed(range(count)):
-        own = forward[stage] + backward[stage]
-        turn += own + (2 * transfer[stage] if stage + 1 < count else 0.0)
-        period = max(period, own, turn / schedule.in_flight(stage, count, micro_batches))
+        busy = forward[stage] + backward[stage]
+        turn += busy + (2 * transfer[stage] if stage + 1 < count else 0.0)
+        period = max(period, busy, turn / schedule.in_flight(stage, count, micro_batches))
     ends = [turn + (micro_batches - 1) * period]
     for stage in range(count - 1):
         ends.append(ends[-1] - backward[stage] - transfer[stage])
@@ -178,14 +184,14 @@ def _last_ends(
     def part(stage: int, time: float) -> int | None:
         """What a stage begins: 0 a forward part, 1 a backward part; None if neither can begin."""
         turned = begun[0][stage] == micro_batches or not schedule.forward_is_done_first
-        found = [
+        candidates = [
             (schedule.priority(phase, begun[which][stage], 0), which)
             for which, phase in enumerate(_SIDES)
             if (turned or which == 0)
             and time >= _entry(ready[which][stage], begun[which][stage])
             and has_room(which, stage, time)
         ]
-        return min(found)[1] if found else None
+        return min(candidates)[1] if candidates else None
 
     while events:
         time, stage, side, earliest = heapq.heappop(events)

@@ -7,9 +7,10 @@ their devices are distinct, and every stage fits into memory with the micro-batc
 flight on it.
 
 With t_i the seconds of stage i for one micro-batch, x_i those of the transfer after it, s_i its seconds once
-a step, m micro-batches, and `fill` (1 for GPipe and 1F1B),
+a step, y_i those for which the transfer occupies its most occupied link, m micro-batches, and `fill` (1 for
+GPipe and 1F1B),
 
-    minimise  fill (sum_i t_i + sum_i x_i) + max(max_i (m - fill) t_i + s_i, max_i (m - fill) x_i).
+    minimise  fill (sum_i t_i + sum_i x_i) + max(max_i (m - fill) t_i + s_i, max_i (m - fill) y_i).
 
 Without x and s this is equation 2 of Alpa (Zheng et al., OSDI 2022). As there, the maximum is enumerated: for
 a limit U on it, a dynamic programme (`stage_dp`) gives the least sum f(U), with a pipeline whose maximum is u
@@ -59,6 +60,8 @@ class StageProblem:
         schedule: the schedule, which gives micro-batches in flight and the makespan.
         transfer: [layers - 1, sub-mesh before, sub-mesh after] seconds of one micro-batch, forward and
             backward, between a stage that ends with a layer and the next stage; None if they cost nothing.
+        occupied: the same shape; seconds for which one link is occupied by both, the largest of all links:
+            half of `transfer` where links are full duplex. None for `transfer`.
         whole: whether every device must be used, as in Alpa.
         most: the largest number of stages; None for any number.
         exact: whether a pipeline has exactly `most` stages.
@@ -73,6 +76,7 @@ class StageProblem:
     whole: bool = True
     most: int | None = None
     exact: bool = False
+    occupied: Floats | None = None
 
     def __post_init__(self) -> None:
         layers, submeshes, _ = self.costs.shape
@@ -83,8 +87,9 @@ class StageProblem:
         if any(len(s.sizes) != len(self.pools) for s in self.submeshes):
             raise InfeasibleError(f"sub-meshes must give their devices in each of {len(self.pools)} pools")
         shape = (layers - 1, submeshes, submeshes)
-        if self.transfer is not None and self.transfer.shape != shape:
-            raise InfeasibleError(f"transfers have shape {self.transfer.shape} but must have {shape}")
+        for each in (self.transfer, self.occupied):
+            if each is not None and each.shape != shape:
+                raise InfeasibleError(f"transfers have shape {each.shape} but must have {shape}")
         if self.micro_batches < 1:
             raise InfeasibleError(f"{self.micro_batches} micro-batches make no step; take one or more")
 
@@ -266,7 +271,8 @@ class _Search:
         self.candidates = {in_flight: c.below(self.incumbent) for in_flight, c in self.candidates.items()}
         borders = self.problem.transfer
         if borders is not None:
-            borders = np.where(self.rounds * borders <= limit, borders, np.inf)
+            occupied = borders if self.problem.occupied is None else self.problem.occupied
+            borders = np.where(self.rounds * occupied <= limit, borders, np.inf)
         table = StageTable(self.layers, self.devices, borders)
         seconds: dict[int, Floats] = {}
 
@@ -293,14 +299,16 @@ class _Search:
         """Seconds of the slowest stage or transfer, with the fastest configs under a limit."""
         chosen = zip(self.configs(assignment, limit), range(len(assignment)), strict=True)
         stages = [float(self.costs_at(assignment, i).slowest[config]) for config, i in chosen]
-        return max([*stages, *(self.rounds * x for x in self.transfers(assignment))])
+        return max([*stages, *(self.rounds * y for y in self.occupied(assignment))])
 
     def transfers(self, assignment: StageAssignment) -> list[float]:
         """Seconds of the transfers between the stages."""
-        transfer = self.problem.transfer
-        if transfer is None:
-            return []
-        return [float(transfer[a[1] - 1, a[2], b[2]]) for a, b in pairwise(assignment)]
+        return _at_borders(self.problem.transfer, assignment)
+
+    def occupied(self, assignment: StageAssignment) -> list[float]:
+        """Seconds for which the transfers between the stages occupy their most occupied links."""
+        occupied = self.problem.occupied
+        return _at_borders(self.problem.transfer if occupied is None else occupied, assignment)
 
     def budget(self, least: float) -> float:
         """Sum above which no pipeline is better than the incumbent."""
@@ -346,7 +354,13 @@ class _Search:
         seconds, step = [s.seconds for s in stages], [s.step for s in stages]
         policy, micro_batches = self.problem.schedule, self.problem.micro_batches
         return makespan(
-            policy, seconds, [0.0] * len(assignment), micro_batches, self.transfers(assignment), step
+            policy,
+            seconds,
+            [0.0] * len(assignment),
+            micro_batches,
+            self.transfers(assignment),
+            step,
+            self.occupied(assignment),
         )
 
     def stage(self, assignment: StageAssignment, number: int, config: int, devices: tuple[int, ...]) -> Stage:
@@ -365,6 +379,13 @@ class _Search:
         return tuple(
             self.stage(assignment, i, c, d) for i, (c, d) in enumerate(zip(configs, devices, strict=True))
         )
+
+
+def _at_borders(seconds: Floats | None, assignment: StageAssignment) -> list[float]:
+    """Seconds [layers - 1, sub-mesh before, sub-mesh after] of the transfers between the stages."""
+    if seconds is None:
+        return []
+    return [float(seconds[a[1] - 1, a[2], b[2]]) for a, b in pairwise(assignment)]
 
 
 def _none_below(problem: StageProblem, below: float) -> str:

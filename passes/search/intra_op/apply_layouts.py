@@ -52,7 +52,7 @@ def assign(
         raise ShardingError(f"{missing} of graph @{graph.name} has no layout; give one for every op")
     meshes = {op.name: placements[op.name] for op in graph.ops}
     original_names = {value.name for op in graph.ops for value in op.results}
-    serial = replace(graph, attrs={})
+    serial = replace(graph, attrs={}, axis_attrs={}, op_axes={})
     if len(set(meshes.values())) > 1:
         serial, meshes = spread_over_meshes(serial, meshes)
     attrs: dict[str, DistAttr] = {}

@@ -28,7 +28,7 @@ from distgraph.errors import ShardingError
 from distgraph.ir.graph import SOURCES, Op
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.op_registry import rule_of
-from distgraph.ir.sharding_spec import DistAttr, ShardSpec
+from distgraph.ir.sharding_spec import AxisAttr, DistAttr, OpAxes, ShardSpec
 from distgraph.passes.redistribution.tiles import without_unit_axes
 from distgraph.passes.search.intra_op.strategies import Strategies, strategies_of
 from distgraph.passes.search.layering.layer_folding import Fold, FoldedValue
@@ -99,8 +99,8 @@ def nodes_of(fold: Fold, mesh: ProcessMesh, lifetimes: Lifetimes) -> Nodes:
     for number, op in enumerate(fold.ops):
         if op.op.kind not in SOURCES:
             of_op[number] = len(nodes)
-            attr = pinned.get(op.results[0])
-            nodes.append(OpNode(number, _strategies(op.op, mesh, attr)))
+            attr, axes = pinned.get(op.results[0]), fold.graph.op_axes.get(op.op.name)
+            nodes.append(OpNode(number, _strategies(op.op, mesh, attr, axes)))
     for number, value in enumerate(fold.values):
         if _has_node(fold, number, value, lifetimes, pinned):
             of_value[number] = len(nodes)
@@ -108,8 +108,11 @@ def nodes_of(fold: Fold, mesh: ProcessMesh, lifetimes: Lifetimes) -> Nodes:
     return Nodes(tuple(nodes), of_op, of_value, pinned)
 
 
-def _strategies(op: Op, mesh: ProcessMesh, attr: DistAttr | None) -> Strategies:
-    """The strategies that the op's rule allows; a `reshard` that the user wrote has one strategy."""
+def _strategies(op: Op, mesh: ProcessMesh, attr: DistAttr | None, given: OpAxes | None = None) -> Strategies:
+    """The strategies that the op's rule allows, of an op to which the user gave axes those with them; a
+    `reshard` that the user wrote has one strategy."""
+    if given is not None:
+        return _with_axes(op, mesh, given)
     if op.kind != "reshard" or attr is None:
         return strategies_of(op, mesh)
     spec = without_unit_axes(attr.spec, mesh)
@@ -120,12 +123,37 @@ def _strategies(op: Op, mesh: ProcessMesh, attr: DistAttr | None) -> Strategies:
     return Strategies(((axes, ()),), ((spec,),), ((spec,),))
 
 
+def _with_axes(op: Op, mesh: ProcessMesh, given: OpAxes) -> Strategies:
+    """The strategies of an op that split its indices over the given axes and pass no partial sums."""
+    every, numbers = strategies_of(op, mesh), options_with_axes(op, mesh, given)
+    if not numbers:
+        raise ShardingError(
+            f"{op} is given the axes {given} ({given.origin.where}) but cannot be split so on {mesh}: an "
+            f"index is shorter than its parts, or is needed whole; give it other axes"
+        )
+    return Strategies(
+        tuple(every.options[n] for n in numbers),
+        tuple(tuple(specs[n] for n in numbers) for specs in every.result_specs),
+        tuple(tuple(specs[n] for n in numbers) for specs in every.operand_specs),
+    )
+
+
+def options_with_axes(op: Op, mesh: ProcessMesh, given: OpAxes) -> list[int]:
+    """Numbers of the strategies of an op that have the axes that the user gave it; none where an index is
+    shorter than its parts. Raises ShardingError if the mesh lacks an axis."""
+    axes = given.on(mesh, str(op))
+    options = enumerate(strategies_of(op, mesh).options)
+    return [n for n, (split, partial) in options if not partial and tuple(sorted(split)) == axes]
+
+
 def _annotations(fold: Fold, mesh: ProcessMesh) -> dict[int, DistAttr]:
     """Annotations by folded value. Raises ShardingError if they contradict the mesh or each other."""
     annotations: dict[int, DistAttr] = {}
     sizes: dict[str, tuple[int, str]] = {}
     for number, value in enumerate(fold.values):
         attr = value.pinned
+        if isinstance(attr, AxisAttr):
+            attr = attr.on(mesh, value.value.name)
         if attr is None:
             continue
         spec = without_unit_axes(attr.spec, attr.mesh)

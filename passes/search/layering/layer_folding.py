@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from distgraph.ir.graph import SOURCES, Graph, Op, Value
 from distgraph.ir.op_registry import lookup
-from distgraph.ir.sharding_spec import DistAttr
+from distgraph.ir.sharding_spec import AxisAttr, DistAttr
 from distgraph.passes.search.layering.layer_sequence import REST, Layering
 
 LOAD, FORWARD, BACKWARD, STEP = range(4)
@@ -80,7 +80,8 @@ class FoldedValue:
         per_micro: whether it is computed once for each micro-batch.
         patterns: the members grouped by their readers.
         counts: reader -> number of members that it reads.
-        pinned: the user's annotation of the representative; None where there is none.
+        pinned: the user's annotation of the representative, by axes alone or on a mesh; None where there is
+            none.
         leaves: whether it is an output of the graph.
         replaces: folded value (a parameter or state) whose new value it is at the end of a step; -1 if none.
     """
@@ -92,7 +93,7 @@ class FoldedValue:
     per_micro: bool
     patterns: tuple[Pattern, ...]
     counts: dict[Reader, int]
-    pinned: DistAttr | None
+    pinned: DistAttr | AxisAttr | None
     leaves: bool
     replaces: int
 
@@ -258,7 +259,7 @@ def _fold_values(
                     inside,
                     patterns,
                     dict(counts),
-                    attr if attr is not None and attr.pinned else None,
+                    attr if attr is not None and attr.pinned else graph.axis_attrs.get(value.name),
                     any(name in leaving for name in names),
                     next((replaced[name] for name in names if name in replaced), -1),
                 )

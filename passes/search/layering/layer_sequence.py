@@ -411,9 +411,11 @@ def _canonical_form(
         for i, value in enumerate(op.results):
             place[value.name] = (number, i)
             pinned = graph.attrs.get(value.name)
-            layout = None if pinned is None else (pinned.mesh, pinned.spec)
+            by_axes = graph.axis_attrs.get(value.name)
+            layout = by_axes if pinned is None else (pinned.mesh, pinned.spec)
             updates = reference(replaced[value.name]) if value.name in replaced else None
             results.append((value.shape, value.dtype, layout, updates, value.name in outputs))
         placed = graph.placements.get(op.name)
-        form.append((op.kind, op.role, _attributes(op), operands, tuple(results), placed))
+        axes = graph.op_axes.get(op.name)
+        form.append((op.kind, op.role, _attributes(op), operands, tuple(results), placed, axes))
     return tuple(form)

@@ -38,7 +38,6 @@ from distgraph.passes.matmul_algorithms.cluster_prices import (
     slice_block,
 )
 from distgraph.passes.matmul_algorithms.layer_products import Layer, dataflow, divisors
-from distgraph.passes.matmul_algorithms.product_seconds import ONE_AXIS
 from distgraph.passes.matmul_algorithms.tuner import LayerTuning, Tuning, tune
 from distgraph.passes.search.modes.weight_stationary import weight_stationary_groups
 from distgraph.resources.cluster import Cluster
@@ -240,35 +239,6 @@ def _seconds(layers: Iterable[LayerTuning]) -> float:
 def _form(layer: LayerTuning) -> str:
     """A dataflow as `annotate` takes it."""
     return "RS^T" if layer.transposed else layer.dataflow
-
-
-def one_axis_seconds(tuned: TunedMesh, cluster: Cluster) -> float:
-    """Seconds of tuned layers by the better of one-axis tensor parallelism and FSDP; inf without either.
-
-    FSDP splits the batch, not the sequences: it needs a sample for each device.
-    """
-    layers = linear_layers(tuned.graph)
-    devices, dtype = tuned.mesh.size, layers[0].result.dtype
-    sharded = all(layer.activation.shape[0] % devices == 0 for layer in layers)
-    data = _data(tuned.mesh)
-    sizes = [replace(each.layer, samples=each.layer.samples * data) for each in tuned.tuning.layers]
-    prices, rate = ClusterPrices(cluster), product_rate(cluster, dtype)
-    least = math.inf
-    for algorithm in ONE_AXIS if sharded else ONE_AXIS[:1]:
-        try:
-            found = tune(
-                sizes,
-                devices,
-                prices,
-                rate,
-                item_bytes=itemsize(dtype),
-                algorithm=algorithm,
-                meshes=[(1, devices)],
-            )
-        except InfeasibleError:
-            continue
-        least = min(least, found.seconds)
-    return least
 
 
 def _divides(layer: LinearLayer, mesh: ProcessMesh) -> bool:

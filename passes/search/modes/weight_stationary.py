@@ -39,7 +39,7 @@ def weight_stationary_groups(graph: Graph, linear: Collection[str], allowed: Col
     for name, sources in inputs.items():
         for source in sources:
             consumers[source].add(name)
-    found: list[Group] = []
+    groups: list[Group] = []
     free = set(allowed) - escaping
     for name in inputs:
         if name not in free:
@@ -50,12 +50,12 @@ def weight_stationary_groups(graph: Graph, linear: Collection[str], allowed: Col
             returning = set().union(*(consumers[each] for each in leaving))
             leaving = leaving.union(*(inputs[each] for each in returning))
             grown = len(leaving) + len(returning) > size
-        taken = {each for group in found for each in group.leaving | group.returning}
+        taken = {each for group in groups for each in group.leaving | group.returning}
         members = leaving | returning
         if returning and leaving <= free and members <= set(allowed) - taken and not leaving & returning:
-            found.append(Group(frozenset(leaving), frozenset(returning)))
+            groups.append(Group(frozenset(leaving), frozenset(returning)))
             free -= members
-    return found
+    return groups
 
 
 def _reaching(graph: Graph, linear: Collection[str]) -> tuple[dict[str, frozenset[str]], set[str]]:

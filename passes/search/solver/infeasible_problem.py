@@ -45,10 +45,10 @@ def explain_shortage(problem: Problem, left: Callable[[], float]) -> tuple[int |
 
 def _tightest(problem: Problem) -> list[int]:
     """Times at which uses begin, those of the largest sums of least uses first."""
-    starts = np.unique([use.start for own in problem.uses for use in own])
+    starts = np.unique([use.start for uses in problem.uses for use in uses])
     steps = np.zeros(len(starts) + 1)
-    for costs, own in zip(problem.costs, problem.uses, strict=True):
-        for use in own:
+    for costs, uses in zip(problem.costs, problem.uses, strict=True):
+        for use in uses:
             least = float(use.amounts[np.isfinite(costs)].min())
             steps[np.searchsorted(starts, use.start)] += least
             steps[np.searchsorted(starts, use.stop)] -= least

@@ -109,13 +109,13 @@ class Dual:
     def least_of_pairs(self) -> Floats:
         """As `least`, for every pair of strategies of an edge; laid out as `flat.table`."""
         flat = self.flat
-        own, table = self.messages.reparametrised(flat.priced(self.prices))
+        node_costs, table = self.messages.reparametrised(flat.priced(self.prices))
         if not len(table):
             return table
-        minima = np.minimum.reduceat(own, flat.first[:-1])
+        minima = np.minimum.reduceat(node_costs, flat.first[:-1])
         of_edges = np.minimum.reduceat(table, flat.table_first[:-1])
         edge, row, column = flat.pairs
-        above = own - minima[flat.owner]
+        above = node_costs - minima[flat.owner]
         lower, upper = flat.first[flat.ends[edge]].T
         total = flat.constant + float(minima.sum() + of_edges.sum() - self.prices @ flat.room)
         bounds: Floats = total + (table - of_edges[edge]) + above[lower + row] + above[upper + column]

@@ -91,19 +91,19 @@ def _pull(
     edge = side // 2
     rows = first[ends[edge, 0] + 1] - first[ends[edge, 0]]
     columns = first[ends[edge, 1] + 1] - first[ends[edge, 1]]
-    at, other = table_first[edge], side_first[side ^ 1]
+    offset, other = table_first[edge], side_first[side ^ 1]
     if side % 2 == 0:
         for r in range(rows):
             best = np.inf
             for c in range(columns):
-                best = min(best, table[at + r * columns + c] - vectors[other + c])
+                best = min(best, table[offset + r * columns + c] - vectors[other + c])
             out[r] = best
     else:
         out[:columns] = np.inf
         for r in range(rows):
             taken = vectors[other + r]
             for c in range(columns):
-                out[c] = min(out[c], table[at + r * columns + c] - taken)
+                out[c] = min(out[c], table[offset + r * columns + c] - taken)
 
 
 @exact
@@ -136,10 +136,10 @@ def _sweep(
                 _pull(mine, vectors, side, first, ends, table_first, table, side_first)
                 other = choice[ends[side // 2, behind]]
                 columns = first[ends[side // 2, 1] + 1] - first[ends[side // 2, 1]]
-                at, stride = (other * columns, 1) if behind == 0 else (other, columns)
-                at += table_first[side // 2]
+                offset, stride = (other * columns, 1) if behind == 0 else (other, columns)
+                offset += table_first[side // 2]
                 for s in range(count):
-                    estimate[s] += table[at + s * stride]
+                    estimate[s] += table[offset + s * stride]
             for s in range(count):
                 total[s] += mine[s]
         least = total[:count].min()
@@ -149,9 +149,9 @@ def _sweep(
         share = 1.0 / max(ahead, touch_first[i + 1] - touch_first[i] - ahead, 1)
         for t in range(touch_first[i], touch_first[i + 1]):
             if touch[t] % 2 == behind:
-                at = side_first[touch[t]]
+                offset = side_first[touch[t]]
                 for s in range(count):
-                    vectors[at + s] -= share * total[s]
+                    vectors[offset + s] -= share * total[s]
         bound += (1.0 - share * ahead) * least
     return bound
 

@@ -85,18 +85,18 @@ class _Queue:
 def _strike_lonely(network: Network, node: int, queue: _Queue, patterns: _Patterns) -> bool:
     """Arc consistency: leave the node the strategies that have a permitted partner at each neighbour; whether
     there are any."""
-    kept = np.flatnonzero(_permitted(network, node, patterns))
-    if len(kept) < len(network.costs[node]):
-        network.keep(node, kept)
+    strategies = np.flatnonzero(_permitted(network, node, patterns))
+    if len(strategies) < len(network.costs[node]):
+        network.keep(node, strategies)
         queue.push(network.near[node])
-    return len(kept) > 0
+    return len(strategies) > 0
 
 
 def _reduce_node(network: Network, node: int, queue: _Queue, patterns: _Patterns) -> None:
     if len(network.costs[node]) > 1:
-        kept = undominated(network, node)
-        if len(kept) < len(network.costs[node]):
-            network.keep(node, kept)
+        strategies = undominated(network, node)
+        if len(strategies) < len(network.costs[node]):
+            network.keep(node, strategies)
             queue.push(network.near[node])
     if not _lead(network, node, queue, patterns):
         _minimise_out(network, node, queue)
@@ -153,13 +153,13 @@ def _pattern(table: Floats) -> tuple[bool, bool, bool, bool]:
     in_column = np.zeros(columns, dtype=np.int64)
     dead_rows, one_each = False, True
     for r in range(rows):
-        found = 0
+        pattern = 0
         for c in range(columns):
             if table[r, c] < np.inf:
-                found += 1
+                pattern += 1
                 in_column[c] += 1
-        dead_rows = dead_rows or found == 0
-        one_each = one_each and found == 1
+        dead_rows = dead_rows or pattern == 0
+        one_each = one_each and pattern == 1
     return dead_rows, in_column.min() == 0, one_each, in_column.max() == 1
 
 

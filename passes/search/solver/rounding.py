@@ -97,16 +97,16 @@ def dive_into_neighbourhoods(
         idle = idle + 1 if best() is before else 0
 
 
-def _connected(near: list[list[int]], generator: np.random.Generator, wanted: int) -> list[int]:
+def _connected(near: list[list[int]], generator: np.random.Generator, count: int) -> list[int]:
     """Nodes around a random one, nearest first."""
     reached = {int(generator.integers(len(near))): None}
     queue = deque(reached)
-    while queue and len(reached) < wanted:
+    while queue and len(reached) < count:
         around = near[queue.popleft()]
         new = [node for node in generator.permutation(around).tolist() if node not in reached]
         reached |= dict.fromkeys(new)
         queue.extend(new)
-    return list(reached)[: max(1, wanted)]
+    return list(reached)[: max(1, count)]
 
 
 def _most_agreed(flat: Flat, counts: Floats, least: Floats, mask: Mask) -> tuple[Ints, Ints]:

@@ -82,7 +82,7 @@ class ExactModel:
             if model.getNSols():
                 best = model.getBestSol()
                 values = np.array([0.0 if v is None else model.getSolVal(best, v) for v in x])
-                choice = np.array([np.argmax(own) for own in np.split(values, flat.first[1:-1])])
+                choice = np.array([np.argmax(chosen) for chosen in np.split(values, flat.first[1:-1])])
                 see(choice)
         fits = choice is None or (flat.fits(choice) and math.isfinite(flat.objective(choice)))
         ended = model.getStatus() in ("infeasible", "optimal", "gaplimit")
@@ -111,8 +111,8 @@ class ExactModel:
             for cost, permitted in zip(costs.tolist(), self._strategies.tolist(), strict=True)
         ]
         for node in range(flat.nodes):
-            own = x[flat.first[node] : flat.first[node + 1]]
-            model.addCons(scip.quicksum(v for v in own if v is not None) == 1)
+            variables = x[flat.first[node] : flat.first[node + 1]]
+            model.addCons(scip.quicksum(v for v in variables if v is not None) == 1)
         self._add_pairs(model, scip.quicksum, x, (self._table - of_edges[flat.pairs[0]]) / unit)
         _add_limit(model, scip.quicksum, flat, x)
         return model, x, base, unit
@@ -144,7 +144,7 @@ def _add_limit(model: Any, quicksum: Any, flat: Flat, x: list[Any]) -> None:
         terms = []
         for use in alive:
             amounts = flat.amount[flat.amount_first[use] : flat.amount_first[use + 1]].tolist()
-            own = x[flat.first[flat.user[use]] : flat.first[flat.user[use] + 1]]
-            terms += [a / unit * v for a, v in zip(amounts, own, strict=True) if a and v is not None]
+            variables = x[flat.first[flat.user[use]] : flat.first[flat.user[use] + 1]]
+            terms += [a / unit * v for a, v in zip(amounts, variables, strict=True) if a and v is not None]
         if terms:
             model.addCons(quicksum(terms) <= room / unit)

@@ -83,8 +83,8 @@ def solve(
         if incumbent.left() > 0:
             _search(incumbent)
     except KeyboardInterrupt:
-        known = filter(None, ["interrupted: the best choice so far", incumbent.message])
-        incumbent.message = "; ".join(known)
+        notes = filter(None, ["interrupted: the best choice so far", incumbent.message])
+        incumbent.message = "; ".join(notes)
     return incumbent.solution()
 
 
@@ -110,10 +110,10 @@ def _search(incumbent: Incumbent) -> None:
         if incumbent.left() <= 0:
             return
         strategies = len(current.flat.cost)
-        settled = number == len(_PARTS) or strategies > _SHRUNK * size
-        if settled and current.solve_exactly(_FEW_PAIRS):
+        last_round = number == len(_PARTS) or strategies > _SHRUNK * size
+        if last_round and current.solve_exactly(_FEW_PAIRS):
             return
-        if settled and (not current.improve() or number == len(_PARTS)):
+        if last_round and (not current.improve() or number == len(_PARTS)):
             current.solve_exactly(_PAIRS)
             return
         size = strategies
@@ -185,14 +185,14 @@ class _Round:
         flat, cutoff = self.flat, self.cutoff
         least, pairs = self.dual.least(), self.dual.least_of_pairs()
         for i, name in enumerate(self.names):
-            own = slice(flat.first[i], flat.first[i + 1])
-            self.network.costs[name] = np.where(least[own] < cutoff, flat.cost[own], np.inf)
+            strategies = slice(flat.first[i], flat.first[i + 1])
+            self.network.costs[name] = np.where(least[strategies] < cutoff, flat.cost[strategies], np.inf)
         table = np.where(pairs < cutoff, flat.table, np.inf)
         for e, (u, v) in enumerate(flat.ends.tolist()):
             left, right = self.names[u], self.names[v]
-            own = slice(flat.table_first[e], flat.table_first[e + 1])
+            strategies = slice(flat.table_first[e], flat.table_first[e + 1])
             shape = self.network.near[left][right].shape
-            self.network.near[left][right] = table[own].reshape(shape)
+            self.network.near[left][right] = table[strategies].reshape(shape)
             self.network.near[right][left] = self.network.near[left][right].T
 
     def solve_exactly(self, pairs: int) -> bool:

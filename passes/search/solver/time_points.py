@@ -28,9 +28,9 @@ def tighten(network: Network) -> set[int]:
     if not len(network.times):
         return set()
     slack = _ROUNDING * float(np.abs(network.room).max())
-    varying = {i: len(own) for i, own in network.uses.items() if own}
-    for own in network.uses.values():
-        _split_fixed(own, network.room)
+    varying = {i: len(uses) for i, uses in network.uses.items() if uses}
+    for uses in network.uses.values():
+        _split_fixed(uses, network.room)
     if (network.room < -slack).any():
         worst = int(np.argmin(network.room))
         network.times, network.room, network.dead = network.times[[worst]], network.room[[worst]], True
@@ -40,17 +40,17 @@ def tighten(network: Network) -> set[int]:
     return changed | {i for i, count in varying.items() if len(network.uses[i]) < count}
 
 
-def _split_fixed(own: list[Use], room: Floats) -> None:
+def _split_fixed(uses: list[Use], room: Floats) -> None:
     """Leave of every use what varies, and take the rest off the room."""
     varying = []
-    for use in own:
+    for use in uses:
         least = float(use.amounts.min())
         if least:
             room[use.start : use.stop] -= least
             use = Use(use.start, use.stop, use.amounts - least)
         if use.amounts.any():
             varying.append(use)
-    own[:] = varying
+    uses[:] = varying
 
 
 def _forbid(network: Network, node: int, slack: float) -> bool:
@@ -72,15 +72,15 @@ def _binding(network: Network, slack: float) -> Numbers:
     steps = np.zeros(count + 1)
     begins: list[list[tuple[int, Use]]] = [[] for _ in range(count + 1)]
     ends: list[list[tuple[int, Use]]] = [[] for _ in range(count + 1)]
-    for node, own in network.uses.items():
-        for use in own:
+    for node, uses in network.uses.items():
+        for use in uses:
             largest = float(use.amounts.max())
             steps[use.start] += largest
             steps[use.stop] -= largest
             begins[use.start].append((node, use))
             ends[use.stop].append((node, use))
     reachable = np.cumsum(steps)[:-1] > network.room + slack
-    kept: list[int] = []
+    binding: list[int] = []
     change = _Change()
     for t in range(count):
         for node, use in begins[t]:
@@ -89,15 +89,15 @@ def _binding(network: Network, slack: float) -> Numbers:
             change.add(node, -use.amounts)
         if not reachable[t]:
             continue
-        if kept:
-            more = float(network.room[t] - network.room[kept[-1]])
+        if binding:
+            more = float(network.room[t] - network.room[binding[-1]])
             if change.most <= more:
                 continue
             if change.least >= more:
-                kept.pop()
-        kept.append(t)
+                binding.pop()
+        binding.append(t)
         change = _Change()
-    return np.array(kept, dtype=np.intp)
+    return np.array(binding, dtype=np.intp)
 
 
 class _Change:
@@ -124,13 +124,13 @@ class _Change:
         self.least += float(amounts.min())
 
 
-def _keep_times(network: Network, kept: Numbers) -> None:
+def _keep_times(network: Network, times: Numbers) -> None:
     """Number the times anew; uses of one node over the same of them become one use."""
-    network.times, network.room = network.times[kept], network.room[kept]
-    for node, own in network.uses.items():
+    network.times, network.room = network.times[times], network.room[times]
+    for node, uses in network.uses.items():
         merged: dict[tuple[int, int], Floats] = {}
-        for use in own:
-            span = (int(np.searchsorted(kept, use.start)), int(np.searchsorted(kept, use.stop)))
+        for use in uses:
+            span = (int(np.searchsorted(times, use.start)), int(np.searchsorted(times, use.stop)))
             if span[0] < span[1]:
                 merged[span] = merged[span] + use.amounts if span in merged else use.amounts
         network.uses[node] = [Use(*span, amounts) for span, amounts in merged.items()]

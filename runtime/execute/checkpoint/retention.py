@@ -112,13 +112,13 @@ def select(
         The checkpoints that stay, and the older ones, which may be deleted; both in order of time. Damaged
         ones among the last are in neither. Where fewer than `keep` are good, none may be deleted.
     """
-    kept: list[CheckpointFolder] = []
+    selected: list[CheckpointFolder] = []
     for folder in sorted(folders, key=lambda folder: folder.order, reverse=True):
-        if len(kept) < keep and folder.checkpoint is not None and good(folder):
-            kept.append(folder)
-    if len(kept) < keep:
-        return kept[::-1], []
-    oldest, paths = kept[-1].order, {folder.path for folder in kept}
+        if len(selected) < keep and folder.checkpoint is not None and good(folder):
+            selected.append(folder)
+    if len(selected) < keep:
+        return selected[::-1], []
+    oldest, paths = selected[-1].order, {folder.path for folder in selected}
     for folder in _best_first(folders, best, mode) if best is not None else []:
         if folder.path in paths or good(folder):
             paths.add(folder.path)

@@ -188,12 +188,13 @@ def test_one_rank_needs_no_transport(tmp_path: Path) -> None:
 def test_in_process_ranks_of_a_script_that_raise(tmp_path: Path) -> None:
     """The traceback is that of the thread in which it began."""
     body = """
-        from distgraph.runtime.transport.inprocess import run_ranks
-        def program(t):
-            if t.rank == 1:
+        from distgraph.runtime.execute.process_group import InProcessWorld
+        world = InProcessWorld(2)
+        def program(rank):
+            if rank == 1:
                 raise ValueError("bad batch")
-            t.barrier()
-        run_ranks(2, program)
+            world.transport(rank).barrier()
+        world.run(program)
         """
     outcome = start(tmp_path, body, n=1, preamble="")
     assert outcome.code == 1

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from support.devices import collective_cases as cases
+from support.programs.rank_threads import run_ranks
 
-from distgraph.runtime.transport.inprocess import run_ranks
 from distgraph.runtime.transport.transport import even_counts, reduce_in_order
 
 

@@ -15,10 +15,11 @@ import pytest
 from support.devices import collective_cases as cases
 from support.devices import fake_cupy
 from support.devices.on_device import OnDevice
+from support.programs.rank_threads import run_ranks
 
 from distgraph.errors import RuntimeFault
 from distgraph.runtime.transport import nccl
-from distgraph.runtime.transport.inprocess import InProcessTransport, connect, run_ranks
+from distgraph.runtime.transport.inprocess import InProcessTransport, connect
 
 PLAIN = [case for case in cases.PLAIN if case is not cases.refusals_case]
 

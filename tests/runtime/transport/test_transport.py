@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.programs.rank_threads import run_ranks
 
 from distgraph.errors import RuntimeFault
-from distgraph.runtime.transport.inprocess import InProcessTransport, connect, run_ranks
+from distgraph.runtime.transport.inprocess import InProcessTransport, connect
 from distgraph.runtime.transport.mpi import MpiTransport
 from distgraph.runtime.transport.transport import Transport, time_limit
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from support.programs.forwarding import feeds, params, read_in_backward
 from support.programs.partitioned import run_rank
+from support.programs.rank_threads import run_ranks
 
 from distgraph.errors import RuntimeFault
 from distgraph.passes.complete import complete
 from distgraph.runtime.program.build import build
 from distgraph.runtime.program.memory_plan import StoragePlan, plan_storage
-from distgraph.runtime.transport.inprocess import run_ranks
 
 
 def test_the_report_names_what_every_rank_waits_for() -> None:

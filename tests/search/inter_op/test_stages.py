@@ -74,9 +74,10 @@ def random_problem(seed: int) -> StageProblem:
         optional["memory"] = rng.uniform(1.0, 4.0, len(meshes))
     if rng.random() < 0.5:
         optional["step"] = 3 * rng.random(shape)
-    transfer = None
+    transfer = occupied = None
     if rng.random() < 0.6:
         transfer = 0.3 * rng.random((layers - 1, len(meshes), len(meshes)))
+        occupied = transfer / 2 if seed % 3 == 0 else None
     return StageProblem(
         DenseCosts(seconds, **optional),
         pools,
@@ -86,6 +87,7 @@ def random_problem(seed: int) -> StageProblem:
         transfer,
         whole=bool(rng.random() < 0.5),
         most=int(rng.integers(1, 4)) if rng.random() < 0.3 else None,
+        occupied=occupied,
     )
 
 

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 import pytest
 from support.programs.searched import Program, gpt, two_by_two
 
-from distgraph.engine.search_driver.layout_costs import LayeredGraph, LayoutCosts
+from distgraph.engine.search_driver.layout_costs import LayoutCosts
 from distgraph.engine.search_driver.search_space import Shape, pools_of
 from distgraph.passes.search.intra_op.formulate import Formulation
 from distgraph.passes.search.intra_op.solution_cache import VARIABLE
 from distgraph.passes.search.intra_op.warm_start import corresponding_ops, transfer_choice
+from distgraph.passes.search.layering.layered_graph import LayeredGraph
 from distgraph.passes.search.solver import solve
 
 DEVICES = (0, 1, 2, 3)

@@ -7,6 +7,7 @@ from typing import Any
 
 import distgraph as dg
 from distgraph.ir.sharding_spec import ShardSpec
+from distgraph.plan.placement import PlacedRanks
 from distgraph.plan.plan import (
     Computed,
     Decision,
@@ -48,6 +49,20 @@ def plan_of(layers: int = 6, **changes: Any) -> Plan:
         stages=(
             Stage(mesh=mesh, first=0, last=half, devices=(3, 2, 1, 0)),
             Stage(mesh=dg.ProcessMesh.grid(4, dp=2, tp=2), first=half, last=layers, devices=(4, 5, 6, 7)),
+        ),
+        placement=(
+            PlacedRanks(
+                machine="m0", type="gpu", model="A", memory=1 << 34, count=8, ranks=(0, 2), devices=(5, 1)
+            ),
+            PlacedRanks(
+                machine="m1",
+                type="cpu",
+                model="B",
+                memory=1 << 33,
+                count=6,
+                ranks=(1, 3, 4, 5, 6, 7),
+                devices=(0, 1, 2, 3, 4, 5),
+            ),
         ),
         recompute=(0, 1, 4),
         tensors=tensors,

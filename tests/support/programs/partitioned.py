@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from support.programs.rank_threads import run_ranks
 
 import distgraph.ops  # noqa: F401  registers every op
 from distgraph.ir.graph import Graph
@@ -13,7 +14,6 @@ from distgraph.ir.reference_interpreter import interpret
 from distgraph.ir.sharding_spec import DistAttr
 from distgraph.runtime.execute.worker import Worker
 from distgraph.runtime.program.build import Build, build
-from distgraph.runtime.transport.inprocess import run_ranks
 from distgraph.runtime.transport.transport import Transport
 
 Array = Any

@@ -70,7 +70,8 @@ def every(costs: IntervalCosts, live: int) -> StageCosts:
 
 def seconds_of(problem: StageProblem, row: tuple[tuple[int, int, int, int], ...]) -> float:
     """The objective, written out."""
-    m, times, once, passed = problem.micro_batches, [], [], []
+    m, times, once, passed, held = problem.micro_batches, [], [], [], []
+    occupied = problem.transfer if problem.occupied is None else problem.occupied
     for i, (first, stop, n, config) in enumerate(row):
         live = m if problem.schedule.name == "gpipe" else min(m, len(row) - i)
         costs = every(problem.costs, live)
@@ -78,10 +79,11 @@ def seconds_of(problem: StageProblem, row: tuple[tuple[int, int, int, int], ...]
         once.append(costs.step[first, stop - 1, n, config])
         if i and problem.transfer is not None:
             passed.append(problem.transfer[first - 1, row[i - 1][2], n])
+            held.append(occupied[first - 1, row[i - 1][2], n])
     if np.inf in times:
         return np.inf
     slowest = max((m - 1) * t + s for t, s in zip(times, once, strict=True))
-    return sum(times) + sum(passed) + max([slowest, *((m - 1) * x for x in passed)])
+    return sum(times) + sum(passed) + max([slowest, *((m - 1) * y for y in held)])
 
 
 def brute_force(problem: StageProblem) -> float:

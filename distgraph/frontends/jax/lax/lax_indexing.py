@@ -41,14 +41,14 @@ def _gather(
     elif mode.name == _FILL and _is_intended(fill_value):
         inside = _inside(ids, [x.shape[d] - sizes[d] for d in mapped])
         ids = _limited(ids, [x.shape[d] - sizes[d] for d in mapped])
-    found = _simple(x, ids, numbers, sizes)
-    if found is None:
-        found = _rows_taken(x, ids, numbers, sizes, mapped, batching, index_batching)
+    gathered = _simple(x, ids, numbers, sizes)
+    if gathered is None:
+        gathered = _rows_taken(x, ids, numbers, sizes, mapped, batching, index_batching)
     if inside is None:
-        return found
-    kept = [d for d in range(found.ndim) if d not in numbers.offset_dims]
-    shape = tuple(n if d in kept else 1 for d, n in enumerate(found.shape))
-    return ops.where(ops.reshape(inside, shape), found, fill_value)
+        return gathered
+    kept = [d for d in range(gathered.ndim) if d not in numbers.offset_dims]
+    shape = tuple(n if d in kept else 1 for d, n in enumerate(gathered.shape))
+    return ops.where(ops.reshape(inside, shape), gathered, fill_value)
 
 
 def _is_intended(fill_value: Any) -> bool:
@@ -95,18 +95,18 @@ def _simple(x: Any, ids: Any, numbers: Any, sizes: tuple[int, ...]) -> Any:
     batching = tuple(numbers.operand_batching_dims)
     others = [d for d in range(x.ndim) if d != dim]
     if not batching and all(sizes[d] == x.shape[d] for d in others):
-        found = _take(x, positions, dim)
+        gathered = _take(x, positions, dim)
         n = positions.ndim
         offsets = iter(range(n, n + len(others)))
         front = iter(range(n))
-        wanted = [next(offsets) if d in numbers.offset_dims else next(front) for d in range(found.ndim)]
+        wanted = [next(offsets) if d in numbers.offset_dims else next(front) for d in range(gathered.ndim)]
         now = [
             *range(n, n + dim),
             *range(n),
-            *range(n + dim, found.ndim),
+            *range(n + dim, gathered.ndim),
         ]  # positions replace the dim
         order = tuple(now.index(i) for i in wanted)
-        return found if order == tuple(range(found.ndim)) else ops.transpose(found, order)
+        return gathered if order == tuple(range(gathered.ndim)) else ops.transpose(gathered, order)
     along = list(batching) == others and positions.ndim == x.ndim and not numbers.offset_dims
     if along and tuple(numbers.start_indices_batching_dims) == tuple(others):
         return emit_one("take_along", x, positions, dim=dim)
@@ -134,14 +134,14 @@ def _rows_taken(
     rows = _rows_of(x, indexed, whole)
     lead = ids.ndim - 1
     flat = _flat_positions(x.shape, ids, indexed, mapped, batching, index_batching, window, sizes)
-    found = emit_one("take", rows, flat, dim=0)
+    gathered = emit_one("take", rows, flat, dim=0)
     # dims of the result so far: batch dims, window dims, whole dims
-    offsets = dict(zip([*window, *whole], range(lead, found.ndim), strict=True))
+    offsets = dict(zip([*window, *whole], range(lead, gathered.ndim), strict=True))
     kept = [d for d in range(x.ndim) if d not in gone]
     slots = iter(kept)
     front = iter(range(lead))
-    order = [offsets[next(slots)] if d in numbers.offset_dims else next(front) for d in range(found.ndim)]
-    return found if order == list(range(found.ndim)) else ops.transpose(found, tuple(order))
+    order = [offsets[next(slots)] if d in numbers.offset_dims else next(front) for d in range(gathered.ndim)]
+    return gathered if order == list(range(gathered.ndim)) else ops.transpose(gathered, tuple(order))
 
 
 def _rows_of(x: Any, indexed: list[int], whole: list[int]) -> Any:
@@ -176,8 +176,8 @@ def _flat_positions(
     return total if tuple(total.shape) == full else ops.broadcast_to(total, full)
 
 
-def _line(length: int, at: int, rank: int) -> Constant:
-    return Constant(np.arange(length).reshape([-1 if d == at else 1 for d in range(rank)]))
+def _line(length: int, dim: int, rank: int) -> Constant:
+    return Constant(np.arange(length).reshape([-1 if d == dim else 1 for d in range(rank)]))
 
 
 def _with_dims(x: Any, shape: tuple[int, ...]) -> Any:
@@ -208,8 +208,8 @@ def _scattered(x: Any, indices: Any, updates: Any, numbers: Any, mode: Any) -> t
     kept = [d for d in range(x.ndim) if d not in gone]
     lead = [d for d in range(updates.ndim) if d not in numbers.update_window_dims]
     sizes = [1] * x.ndim
-    for d, at in zip(kept, numbers.update_window_dims, strict=True):
-        sizes[d] = updates.shape[at]
+    for d, update_dim in zip(kept, numbers.update_window_dims, strict=True):
+        sizes[d] = updates.shape[update_dim]
     window = [d for d in kept if d in mapped or sizes[d] != x.shape[d]]
     whole = [d for d in kept if d not in window]
     indexed = [d for d in range(x.ndim) if d not in whole]
@@ -274,5 +274,7 @@ def _highest(x: Any, updates: Any, numbers: Any) -> list[int]:
     """Largest position in each indexed dim at which an update fits."""
     gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
     kept = [d for d in range(x.ndim) if d not in gone]
-    sizes = dict(zip(kept, (updates.shape[at] for at in numbers.update_window_dims), strict=True))
+    sizes = dict(
+        zip(kept, (updates.shape[update_dim] for update_dim in numbers.update_window_dims), strict=True)
+    )
     return [x.shape[d] - sizes.get(d, 1) for d in numbers.scatter_dims_to_operand_dims]

@@ -60,9 +60,9 @@ def _index_select(x: Any, dim: int, ids: Any) -> Any:
 
 @aten("gather.default")
 def _gather(x: Any, dim: int, ids: Any, sparse_grad: bool = False) -> Any:
-    at = dim % x.ndim
-    shorter = tuple(slice(0, n) if d != at else slice(None) for d, n in enumerate(ids.shape))
-    return ops.take_along(ops.getitem(x, shorter), ids, at)
+    axis = dim % x.ndim
+    shorter = tuple(slice(0, n) if d != axis else slice(None) for d, n in enumerate(ids.shape))
+    return ops.take_along(ops.getitem(x, shorter), ids, axis)
 
 
 @aten("index.Tensor")
@@ -85,12 +85,12 @@ def _index(x: Any, indices: Any) -> Any:
     place: Any = ready[0]
     for ids, length in zip(ready[1:], lengths[1:], strict=True):
         place = place * length + ids
-    found = emit_one("take", flat, ops.broadcast_to(place, shape), dim=0)
+    gathered = emit_one("take", flat, ops.broadcast_to(place, shape), dim=0)
     if not together or used[0] == 0:
-        return found
+        return gathered
     n = len(shape)  # the new dims go where the first indexed dim was
-    order = (*range(n, n + used[0]), *range(n), *range(n + used[0], found.ndim))
-    return ops.transpose(found, order)
+    order = (*range(n, n + used[0]), *range(n), *range(n + used[0], gathered.ndim))
+    return ops.transpose(gathered, order)
 
 
 @aten("one_hot.default")
@@ -103,25 +103,25 @@ def _one_hot(ids: Any, classes: int = -1) -> Any:
 @aten("scatter.src", "scatter.value")
 def _scatter(x: Any, dim: int, ids: Any, src: Any) -> Any:
     """Elements of `x` along a dim replaced by those of `src`; positions of a tensor must not repeat."""
-    at = dim % x.ndim
-    if tuple(n for d, n in enumerate(ids.shape) if d != at) != tuple(
-        n for d, n in enumerate(x.shape) if d != at
+    axis = dim % x.ndim
+    if tuple(n for d, n in enumerate(ids.shape) if d != axis) != tuple(
+        n for d, n in enumerate(x.shape) if d != axis
     ):
-        raise GraphError(f"scatter into {x.shape} at positions {ids.shape}: only dim {at} may differ")
-    size = x.shape[at]
+        raise GraphError(f"scatter into {x.shape} at positions {ids.shape}: only dim {axis} may differ")
+    size = x.shape[axis]
     ones = ops.full(ids.shape, 1, "f32")
-    hit = ops.greater(emit_one("put_along", ones, ids, dim=at, size=size), 0)
+    hit = ops.greater(emit_one("put_along", ones, ids, dim=axis, size=size), 0)
     if isinstance(src, (int, float, bool)):
         return ops.where(hit, src, x)
-    return ops.where(hit, emit_one("put_along", ops.cast(src, x.dtype), ids, dim=at, size=size), x)
+    return ops.where(hit, emit_one("put_along", ops.cast(src, x.dtype), ids, dim=axis, size=size), x)
 
 
 @aten("scatter_add.default")
 def _scatter_add(x: Any, dim: int, ids: Any, src: Any) -> Any:
-    at = dim % x.ndim
+    axis = dim % x.ndim
     if ids.shape != src.shape:
         src = ops.getitem(src, tuple(slice(0, n) for n in ids.shape))
-    return x + emit_one("put_along", src, ids, dim=at, size=x.shape[at])
+    return x + emit_one("put_along", src, ids, dim=axis, size=x.shape[axis])
 
 
 @aten("index_add.default")
@@ -136,16 +136,18 @@ def _index_add(x: Any, dim: int, ids: Any, source: Any, alpha: Any = 1) -> Any:
 
 @aten("select_scatter.default")
 def _select_scatter(x: Any, src: Any, dim: int, index: int) -> Any:
-    at = dim % x.ndim
-    return _slice_scatter(x, ops.expand_dims(src, at), at, index % x.shape[at], index % x.shape[at] + 1)
+    axis = dim % x.ndim
+    return _slice_scatter(
+        x, ops.expand_dims(src, axis), axis, index % x.shape[axis], index % x.shape[axis] + 1
+    )
 
 
 @aten("slice_scatter.default")
 def _slice_scatter(x: Any, src: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
-    at = dim % x.ndim
-    first, last, _ = slice(start, end).indices(x.shape[at])
+    axis = dim % x.ndim
+    first, last, _ = slice(start, end).indices(x.shape[axis])
     if step != 1:
         raise GraphError(f"slice_scatter has step {step} but only 1 has a rule; write it with torch.where")
-    front = (slice(None),) * at
+    front = (slice(None),) * axis
     parts = [ops.getitem(x, (*front, slice(0, first))), src, ops.getitem(x, (*front, slice(last, None)))]
-    return ops.concat([ops.cast(part, x.dtype) for part in parts if part.shape[at]], at)
+    return ops.concat([ops.cast(part, x.dtype) for part in parts if part.shape[axis]], axis)

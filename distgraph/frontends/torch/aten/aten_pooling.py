@@ -213,13 +213,13 @@ for _dims in (1, 2, 3):
 
 def _sizes(x: Any, output_size: Any, scales: Any, dims: int) -> list[tuple[int, int, float]]:
     """(dim, outputs, step of the input for one output) of each spatial dim."""
-    found = []
+    sizes = []
     for position in range(dims):
         d = x.ndim - dims + position
         n, scale = x.shape[d], None if scales is None else scales[position]
         size = int(n * scale) if output_size is None else output_size[position]
-        found.append((d, size, n / size if scale is None or output_size is not None else 1 / scale))
-    return found
+        sizes.append((d, size, n / size if scale is None or output_size is not None else 1 / scale))
+    return sizes
 
 
 def _nearest(dims: int) -> None:

@@ -122,9 +122,9 @@ def _argmin(x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
 def _extreme(name: str, position: Callable[..., Any]) -> None:
     @aten(f"{name}.dim")
     def _extreme_and_position(x: Any, dim: int, keepdim: bool = False) -> Any:
-        at = position(x, dim, True)
-        value = ops.take_along(x, at, dim)
-        return (value, at) if keepdim else (ops.squeeze(value, dim), ops.squeeze(at, dim))
+        index = position(x, dim, True)
+        value = ops.take_along(x, index, dim)
+        return (value, index) if keepdim else (ops.squeeze(value, dim), ops.squeeze(index, dim))
 
 
 _extreme("max", ops.argmax)

@@ -90,14 +90,14 @@ def _flatten(x: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
 
 @aten("unflatten.int")
 def _unflatten(x: Any, dim: int, sizes: Any) -> Any:
-    at = dim % x.ndim
-    return ops.reshape(x, (*x.shape[:at], *sizes, *x.shape[at + 1 :]))
+    axis = dim % x.ndim
+    return ops.reshape(x, (*x.shape[:axis], *sizes, *x.shape[axis + 1 :]))
 
 
 @aten("slice.Tensor")
 def _slice(x: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
-    at = dim % x.ndim
-    return ops.getitem(x, (*(slice(None),) * at, slice(start, end, step)))
+    axis = dim % x.ndim
+    return ops.getitem(x, (*(slice(None),) * axis, slice(start, end, step)))
 
 
 @aten("narrow.default")
@@ -123,10 +123,10 @@ def _stack(tensors: Any, dim: int = 0) -> Any:
 
 @aten("split_with_sizes.default", "split.sizes")
 def _split_with_sizes(x: Any, sizes: Any, dim: int = 0) -> Any:
-    cuts, at = [], 0
+    cuts, position = [], 0
     for size in sizes[:-1]:
-        at += size
-        cuts.append(at)
+        position += size
+        cuts.append(position)
     return tuple(ops.split(x, cuts, dim))
 
 

@@ -1,0 +1,122 @@
+"""Checks of a torch model before a plan is applied to it, so that nothing has run when one fails."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from distgraph.errors import GraphError, ShardingError
+from distgraph.plan.apply.stage_layouts import Layouts, check_parameters
+
+if TYPE_CHECKING:
+    from distgraph.plan.plan import Plan
+
+
+def check_module(plan: Plan, layouts: Layouts, module: Any, device: str) -> None:
+    """Compare a model with the plan.
+
+    Args:
+        plan, layouts: the plan, and what it says to the ranks.
+        module: a `torch.nn.Module`.
+        device: type of the devices of the ranks.
+
+    Raises:
+        GraphError: it is no module of torch.
+        ShardingError: its parameters are not those of the plan, have no values or are on another device, or a
+            layer would compute other numbers on several ranks than on one.
+    """
+    if not isinstance(module, torch.nn.Module):
+        raise GraphError(f"module is a {type(module).__name__} but must be a torch.nn.Module")
+    named = dict(module.named_parameters(remove_duplicate=False))
+    check_parameters(plan, {name: tuple(parameter.shape) for name, parameter in named.items()})
+    for name, parameter in named.items():
+        if parameter.device.type != device:
+            raise ShardingError(
+                f"parameter {name} is on device {parameter.device.type} but the ranks compute on {device}; "
+                + ("give it values first" if parameter.is_meta else f'move the model there, .to("{device}")')
+            )
+    data = max(stage.parts for stage in layouts.stages)
+    model = max(stage.ranks.shape[2] for stage in layouts.stages)
+    for path, layer in module.named_modules():
+        if isinstance(layer, torch.nn.modules.batchnorm._BatchNorm) and layer.training and data > 1:
+            _refuse_batch_norm(path, layer, data)
+        if (
+            isinstance(layer, torch.nn.modules.dropout._DropoutNd)
+            and layer.p
+            and layer.training
+            and model > 1
+        ):
+            _refuse_dropout(path, layer, device)
+
+
+def _refuse_batch_norm(path: str, layer: Any, ranks: int) -> None:
+    if not isinstance(layer, torch.nn.SyncBatchNorm):
+        raise ShardingError(
+            f"{path} ({type(layer).__name__}): the batch is split over {ranks} ranks but it would "
+            "normalise the "
+            "rows of each rank alone; convert the model with torch.nn.SyncBatchNorm.convert_sync_batchnorm"
+        )
+
+
+def _refuse_dropout(path: str, layer: Any, device: str) -> None:
+    if device == "cpu":
+        raise ShardingError(
+            f"{path} ({type(layer).__name__}, p={layer.p}): ranks that share a tensor must drop the same "
+            "elements but DTensor has no random numbers on cpu; set p to 0, or run on GPUs"
+        )
+
+
+def check_equal_values(module: torch.nn.Module) -> None:
+    """Raises ShardingError where ranks start from different values of a parameter. Collective."""
+    named = dict(module.named_parameters())
+    sums = [p.detach().double().sum() for p in named.values()]
+    mine = torch.stack(sums) if sums else torch.zeros(0)
+    least, most = mine.clone(), mine.clone()
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    for name, low, high in zip(named, least.tolist(), most.tolist(), strict=True):
+        if low != high:
+            raise ShardingError(
+                f"parameter {name} sums to {low:.6g} on one rank and to {high:.6g} on another; start "
+                "every rank from the same values: the same torch.manual_seed, or the same file"
+            )
+
+
+def rebind_optimizer(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], parameters: Mapping[str, torch.nn.Parameter]
+) -> None:
+    """Let an optimiser train the distributed parameters of this rank; its states are distributed too.
+
+    Args:
+        optimizer: changed in place.
+        names: id of a parameter of the model -> its name.
+        parameters: name -> the parameter on this rank; those of other stages are left out.
+
+    Raises:
+        GraphError: the optimiser trains a tensor that is no parameter of the model.
+    """
+    for group in optimizer.param_groups:
+        unknown = next((p for p in group["params"] if id(p) not in names), None)
+        if unknown is not None:
+            raise GraphError(
+                f"optimizer trains a tensor of shape {list(unknown.shape)} that is no parameter of "
+                "the module; make it from module.parameters()"
+            )
+        old = {names[id(p)]: p for p in group["params"]}
+        group["params"] = [parameters[name] for name in old if name in parameters]
+        for name, parameter in old.items():
+            state = optimizer.state.pop(parameter, None)
+            if state and name in parameters:
+                optimizer.state[parameters[name]] = {
+                    key: _distributed_as(value, parameter, parameters[name]) for key, value in state.items()
+                }
+
+
+def _distributed_as(value: Any, old: Any, new: Any) -> Any:
+    if not isinstance(value, torch.Tensor) or value.shape != old.shape or not isinstance(new, DTensor):
+        return value
+    return distribute_tensor(value, new.device_mesh, new.placements, src_data_rank=None)

@@ -1,0 +1,158 @@
+"""Running a job on several hosts: `distgraph run -n 4 --hosts a:2,b:2 script.py`.
+
+The hosts are checked first (`host_check.py`), so that a host that cannot be reached, or lacks what its ranks
+need, is an error of the launcher and not a rank that never comes. Then mpiexec or srun starts as many
+processes on each host as the assignment says, host by host, and every process takes its rank from the order
+in DISTGRAPH_PLACEMENT. Files of a job directory reach one host only, so there are no supervisors: ranks watch
+each other, as under plain mpiexec, and the launcher watches mpiexec.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, TextIO
+
+from distgraph.errors import RuntimeFault
+from distgraph.plan.placement import PlacedRanks
+from distgraph.runtime.job.job_files import DEFAULT_TIME_LIMIT, JOB_DIRECTORY, TIMEOUT, setting_in_seconds
+from distgraph.runtime.launch.host_assignment import HostAssignment, assign_hosts, check_slots
+from distgraph.runtime.launch.host_check import RemoteShell, ask_hosts, check_hosts, is_this_host
+from distgraph.runtime.launch.hosts import Host, merged
+from distgraph.runtime.launch.launch import launch, script_environment
+from distgraph.runtime.launch.monitor import Signals
+from distgraph.runtime.launch.mpiexec import find_mpiexec, start_mpiexec, wait_for
+from distgraph.runtime.launch.process_placement import PLACEMENT_VARIABLE, placement_text
+
+LAUNCHERS: Final = ("mpiexec", "srun")
+"""Programs that start the ranks."""
+_END_SECONDS: Final = 5.0
+_SHELL_VARIABLE: Final = "HYDRA_LAUNCHER_EXEC"
+
+
+def launch_on_hosts(
+    n: int,
+    argv: Sequence[str],
+    hosts: Sequence[Host],
+    *,
+    placement: Sequence[PlacedRanks] = (),
+    plan: str = "the plan",
+    launcher: str = "mpiexec",
+    env: Mapping[str, str] | None = None,
+    stdout: TextIO | None = None,
+    stderr: TextIO | None = None,
+) -> int:
+    """Run a script on `n` MPI ranks of several hosts and wait for it.
+
+    Args:
+        n: number of ranks.
+        argv: path of the script, then its arguments. Script, Python and distgraph are in the same folders on
+            all hosts.
+        hosts: hosts and slots. Where all are this host, the job runs as `launch` does.
+        placement: of a plan; see `assign_hosts`.
+        plan: name of the plan, for messages.
+        launcher: one of `LAUNCHERS`.
+        env: environment of the ranks; default this process's.
+        stdout: receives the output of the ranks line by line; default this process's.
+        stderr: receives their error output; default this process's.
+
+    Returns:
+        The exit code; see `launch`.
+
+    Raises:
+        RuntimeFault: as `launch`, `assign_hosts`, `ask_hosts` and `check_hosts`; unknown launcher.
+    """
+    settings = script_environment(n, argv, env)
+    if launcher not in LAUNCHERS:
+        raise RuntimeFault(f"run: launcher is {launcher!r} but must be one of {', '.join(LAUNCHERS)}")
+    check_slots(n, hosts)
+    if all(is_this_host(host.name) for host in hosts):
+        return launch(n, argv, env=env, stdout=stdout, stderr=stderr)
+    setting_in_seconds(TIMEOUT, DEFAULT_TIME_LIMIT, settings)
+    settings.pop(JOB_DIRECTORY, None)
+    shell = RemoteShell(settings.get(_SHELL_VARIABLE) or ("srun" if "SLURM_JOB_ID" in settings else "ssh"))
+    script = str(Path(argv[0]).resolve())
+    facts = ask_hosts([host.name for host in merged(hosts)], script, settings, shell)
+    names = {name: found.host for name, found in facts.items()}
+    assignment = assign_hosts(n, hosts, placement, plan, names)
+    check_hosts(assignment, placement, script, facts)
+    settings[PLACEMENT_VARIABLE] = placement_text(assignment, names)
+    ranks = [sys.executable, "-m", "distgraph.runtime.launch.supervisor", script, *argv[1:]]
+    with Signals() as signals, tempfile.TemporaryDirectory(prefix="distgraph-run-") as directory:
+        if launcher == "srun":
+            command, variables = srun_command(assignment, ranks, Path(directory) / "hosts")
+            settings |= variables
+        else:
+            command = mpiexec_command(assignment, ranks, shell)
+        return _run(command, settings, signals, stdout or sys.stdout, stderr or sys.stderr)
+
+
+def mpiexec_command(assignment: HostAssignment, ranks: Sequence[str], shell: RemoteShell) -> list[str]:
+    """The command of MPICH's mpiexec (hydra) that starts the processes of an assignment, host by host.
+
+    Args:
+        assignment: host of every rank.
+        ranks: command of each rank.
+        shell: how to reach the hosts.
+    """
+    listed = ",".join(f"{host.name}:{host.slots}" for host in assignment.hosts)
+    start = ["-launcher", "slurm"] if shell.program == "srun" else ["-launcher", "ssh"]
+    if shell.program not in ("ssh", "srun"):
+        start += ["-launcher-exec", shell.program]
+    count = sum(host.slots for host in assignment.hosts)
+    return [find_mpiexec(), *start, "-hosts", listed, "-n", str(count), *ranks]
+
+
+def srun_command(
+    assignment: HostAssignment, ranks: Sequence[str], hostfile: Path
+) -> tuple[list[str], dict[str, str]]:
+    """The srun command that starts the processes of an assignment, host by host, and its variables.
+
+    Args:
+        assignment: host of every rank.
+        ranks: command of each rank.
+        hostfile: file to write; Slurm reads the host of each process from it.
+    """
+    names = [host.name for host in assignment.hosts for _ in range(host.slots)]
+    hostfile.write_text("".join(f"{name}\n" for name in names))
+    command = ["srun", f"--ntasks={len(names)}", "--distribution=arbitrary", "--mpi=pmi2"]
+    return [*command, "--cpu-bind=none", "--kill-on-bad-exit=1", *ranks], {"SLURM_HOSTFILE": str(hostfile)}
+
+
+def _run(
+    command: Sequence[str], env: Mapping[str, str], signals: Signals, out: TextIO, errors: TextIO
+) -> int:
+    """Run mpiexec until it ends or a signal comes. Returns the exit code."""
+    process, readers = start_mpiexec(command, env, out, errors, dies_with_launcher=True)
+    try:
+        wait_for(process.pid, signals, None, most=1)
+    finally:
+        _end(process, signals, readers)
+    if signals.received:
+        first = signals.received[0]
+        what = "interrupted" if first == signal.SIGINT else f"ended by {first.name}"
+        errors.write(f"error: {what}; all ranks are stopped\n")
+        return 128 + first
+    code = process.returncode
+    if code < 0:
+        errors.write(f"error: {Path(command[0]).name} was killed by {signal.Signals(-code).name}\n")
+    return code if code >= 0 else 128 - code
+
+
+def _end(process: subprocess.Popen[bytes], signals: Signals, readers: Sequence[threading.Thread]) -> None:
+    """Leave no process behind."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        wait_for(process.pid, signals, _END_SECONDS)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    for reader in readers:
+        reader.join(_END_SECONDS)

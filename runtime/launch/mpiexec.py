@@ -1,0 +1,121 @@
+"""mpiexec as a process: finding it, starting it, passing its output on, and waiting for it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import IO, Final, TextIO
+
+from distgraph.errors import RuntimeFault, installing
+from distgraph.runtime.job.interrupts import signals_blocked
+from distgraph.runtime.job.processes import die_with_parent
+from distgraph.runtime.launch.monitor import Signals, ended
+
+_LONGEST_SLEEP: Final = 3600.0
+# What MPICH's mpiexec prints about a rank that was killed; the launcher prints its own message.
+_MPIEXEC_REMARKS: Final = re.compile(
+    rb"={60,}\s*$|=   |YOUR APPLICATION TERMINATED WITH THE EXIT STRING|"
+    rb"This typically refers to a problem with your application|"
+    rb"Please see the FAQ page for debugging suggestions"
+)
+
+
+def find_mpiexec() -> str:
+    """Path of mpiexec: the one in the folder of this Python (the mpich wheel), else the one on PATH.
+
+    Raises:
+        RuntimeFault: there is none.
+    """
+    sibling = Path(sys.executable).parent / "mpiexec"
+    path = str(sibling) if os.access(sibling, os.X_OK) else shutil.which("mpiexec")
+    if path is None:
+        raise RuntimeFault(
+            "mpiexec is neither in the folder of this Python nor on PATH; "
+            f"install it with: {installing('mpi')}"
+        )
+    return path
+
+
+def start_mpiexec(
+    command: Sequence[str],
+    env: Mapping[str, str],
+    out: TextIO,
+    errors: TextIO,
+    *,
+    dies_with_launcher: bool = False,
+) -> tuple[subprocess.Popen[bytes], list[threading.Thread]]:
+    """Start mpiexec in a session of its own.
+
+    Args:
+        command: mpiexec and its arguments.
+        env: its environment, and that of the ranks.
+        out: receives the output of the ranks line by line.
+        errors: receives their error output.
+        dies_with_launcher: mpiexec gets SIGTERM when this process ends, as there are no supervisors.
+
+    Returns:
+        The process, and the threads that pass its output on until it ends.
+    """
+    launcher = os.getpid()
+    with signals_blocked():
+        process = subprocess.Popen(
+            list(command),
+            env=dict(env),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C reaches the launcher alone, which ends the ranks in order
+            # One system call in the child; the readers' threads have not started yet.
+            preexec_fn=partial(die_with_parent, launcher, signal.SIGTERM) if dies_with_launcher else None,  # noqa: PLW1509
+        )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    pairs = ((process.stdout, out), (process.stderr, errors))
+    readers = [threading.Thread(target=_forward, args=pair, daemon=True) for pair in pairs]
+    for reader in readers:
+        reader.start()
+    return process, readers
+
+
+def wait_for(pid: int, signals: Signals, seconds: float | None, most: int = 2) -> None:
+    """Wait until a child has ended, `most` signals have come, or the time, if there is a limit, is over."""
+    descriptor = os.pidfd_open(pid)
+    deadline = math.inf if seconds is None else time.monotonic() + seconds
+    try:
+        while len(signals.received) < most and (left := deadline - time.monotonic()) > 0:
+            signals.sleep(min(left, _LONGEST_SLEEP), descriptor)
+            if ended(descriptor):
+                return
+    finally:
+        os.close(descriptor)
+
+
+def _forward(source: IO[bytes], target: TextIO) -> None:
+    """Copy lines as they come. A carriage return ends a line too, as progress bars need."""
+    descriptor, rest = source.fileno(), b""
+    while chunk := os.read(descriptor, 1 << 16):
+        *lines, rest = re.split(rb"(?<=[\r\n])", rest + chunk)
+        _write(target, lines)
+    _write(target, [rest] if rest else [])
+    source.close()
+
+
+def _write(target: TextIO, lines: Sequence[bytes]) -> None:
+    """Write lines to a stream; drop them if its reader has gone (`distgraph run ... | head`)."""
+    try:
+        target.writelines(line.decode(errors="replace") for line in lines if not _MPIEXEC_REMARKS.match(line))
+        target.flush()
+    except BrokenPipeError:
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), target.fileno())

@@ -1,0 +1,157 @@
+"""Models of torch and their plans for the tests of `apply_to_torch`, and the program that each rank runs.
+
+    RANK=0 WORLD_SIZE=4 python applied_models.py FOLDER CASE...
+
+Rank 0 writes CASE.json: the losses of the distributed and of the serial model, and the largest difference
+between their parameters.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import distgraph as dg
+
+ROWS, LENGTH, VOCABULARY, WIDTH, STEPS = 8, 8, 32, 16, 4
+grid = dg.ProcessMesh.grid
+
+
+class Block(nn.Module):
+    """Attention with a packed projection, and a feed-forward layer; dims of the heads are fixed numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Any) -> Any:
+        heads = (x.shape[0], LENGTH, 2, WIDTH // 2)
+        q, k, v = (t.reshape(heads).transpose(1, 2) for t in self.qkv(self.norm1(x)).split(WIDTH, 2))
+        o = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(o.transpose(1, 2).reshape(x.shape))
+        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
+
+
+class Decoder(nn.Module):
+    """A GPT with a tied table, positions of its own and results by name, as those of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.blocks = nn.ModuleList([Block() for _ in range(2)])
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, ids: Any) -> dict[str, Any]:
+        x = self.tokens(ids) + self.places(torch.arange(ids.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return {"logits": self.head(self.norm(x))}
+
+
+def decoder() -> Decoder:
+    """The same model on every rank."""
+    torch.manual_seed(0)
+    return Decoder()
+
+
+def _split(model: Any, mesh: dg.ProcessMesh, number: str = "") -> None:
+    """Tensor parallelism in the blocks, or in the one of a number."""
+    for name, parameter in model.named_parameters():
+        if f"blocks.{number}" in name and name.endswith(("qkv.weight", "up.weight")):
+            dg.shard_tensor(parameter, mesh, ["tp", None])
+        if f"blocks.{number}" in name and name.endswith(("out.weight", "down.weight")):
+            dg.shard_tensor(parameter, mesh, [None, "tp"])
+
+
+@cache
+def plan_of(case: str) -> dg.Plan:
+    """The plan of a case, annotated on the imported model."""
+    model = dg.frontends.torch.import_module(decoder().eval(), torch.zeros(2, LENGTH, dtype=torch.int64))
+    settings: dict[str, Any] = {"mesh": grid(dp=4), "batch_axis": "dp"}
+    if case == "dp_tp":
+        settings["mesh"] = grid(dp=2, tp=2)
+        _split(model, settings["mesh"])
+    elif case in ("zero1", "zero3"):
+        settings |= {"zero": int(case[-1]), "micro_batches": 2}
+    elif case == "pp_dp":
+        settings |= {"mesh": grid(dp=2), "micro_batches": 2}
+        model.pipeline_boundary("blocks.1", grid(2, dp=2))
+    elif case == "pp_tp":
+        settings = {"mesh": grid(tp=2), "micro_batches": 4, "schedule": "gpipe"}
+        model.pipeline_boundary("blocks.1", grid(2, tp=2))
+        _split(model, grid(tp=2), "0")
+        _split(model, grid(2, tp=2), "1")
+    engine = dg.Engine(
+        model, _mean_cross_entropy, dg.optim.SGD(lr=0.1, momentum=0.9), strategy=dg.Strategy(**settings)
+    )
+    x = np.zeros((ROWS, LENGTH), np.int64)
+    plan: dg.Plan = engine.prepare((x, x)).portable
+    return plan
+
+
+def _mean_cross_entropy(output: Any, y: Any) -> Any:
+    return dg.ops.mean(dg.ops.cross_entropy(output["logits"], y))
+
+
+def loss_of(output: Any, y: Any) -> Any:
+    return nn.functional.cross_entropy(output["logits"].flatten(0, 1), y.flatten())
+
+
+def batches() -> list[tuple[Any, Any]]:
+    """A batch a step."""
+    draw = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, VOCABULARY, (STEPS, ROWS, LENGTH), generator=draw)
+    return [(x, (5 * x + 3) % VOCABULARY) for x in ids]
+
+
+def serial() -> tuple[list[float], dict[str, Any]]:
+    """Losses and parameters of the model on one rank."""
+    net, losses = decoder(), []
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9)
+    for x, y in batches():
+        loss = loss_of(net(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, dict(net.named_parameters(remove_duplicate=False))
+
+
+def main() -> None:
+    folder, *cases = sys.argv[1:]
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=size)
+    expected, parameters = serial()
+    for case in cases:
+        net = decoder()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9)
+        plan = dg.Plan.load(Path(folder) / f"{case}.plan.json")
+        model = plan.apply_to_torch(net, optimizer)
+        losses = [model.train_step(x, y, loss_of) for x, y in batches()]
+        found = model.whole_parameters()
+        apart = torch.tensor(max((found[n] - parameters[n]).abs().max().item() for n in found))
+        dist.all_reduce(apart, dist.ReduceOp.MAX)
+        text = {"losses": losses, "serial": expected, "apart": apart.item(), "notes": model.notes}
+        text["shapes"] = {n: list(p.to_local().shape) for n, p in model.module.named_parameters()}
+        if dist.get_rank() == 0:
+            (Path(folder) / f"{case}.json").write_text(json.dumps(text))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
