@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -10,6 +11,8 @@ from rich.console import Console
 from distgraph.cli.script_options import (
     BORDERS,
     DEVICES,
+    HOSTFILE,
+    HOSTS,
     LAYERS,
     MEMORY,
     MICRO_BATCHES,
@@ -20,9 +23,11 @@ from distgraph.cli.script_options import (
     START,
     UNIFORM,
     ZERO,
+    given_hosts,
     numbers_of_layers,
     recomputed_layers,
 )
+from distgraph.engine.commands.measure_plans import measured_best
 from distgraph.engine.commands.plan_search import Progress, SearchOptions
 from distgraph.engine.commands.script_plans import plan_script
 from distgraph.errors import GraphError
@@ -57,6 +62,11 @@ def plan(
     memory: Annotated[str | None, MEMORY] = None,
     devices: Annotated[int | None, DEVICES] = None,
     start: Annotated[str, START] = "",
+    measure: Annotated[
+        int, typer.Option("--measure", help="Run so many of the best plans for some steps; keep the fastest.")
+    ] = 0,
+    hosts: Annotated[str, HOSTS] = "",
+    hostfile: Annotated[str, HOSTFILE] = "",
     about: Annotated[
         str, typer.Option("--explain", help="A tensor, layer or decision to explain, with its runner-up.")
     ] = "",
@@ -78,6 +88,11 @@ def plan(
         memory=memory,
         devices=devices,
     )
+    if measure < 0:
+        raise GraphError(f"plan: --measure is {measure} but must be a number of plans from 1 up")
+    if (hosts or hostfile) and not measure:
+        raise GraphError("plan: hosts are given but nothing is measured on them; add --measure 3")
+    listed = given_hosts("plan", hosts, hostfile) if measure else ()
     if output:
         check_writable(output, GraphError)
     with Console(stderr=True).status("tracing") as status:
@@ -92,6 +107,10 @@ def plan(
             runtime=executes,
             constraints=constraints,
             start=begin,
+            measure=partial(measured_best, argv=[script, *(args or ())], hosts=listed, watch=status.update)
+            if measure
+            else None,
+            finalists=max(measure, 1),
         )
         best = plan_script(script, args or (), cluster or None, options)
     if output:

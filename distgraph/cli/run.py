@@ -10,21 +10,21 @@ import typer
 
 from distgraph.cli.script_options import (
     CLUSTER,
+    HOSTFILE,
+    HOSTS,
     PLAN,
+    given_hosts,
     refuse_option_of_script,
     split_options,
 )
 from distgraph.engine.commands.overrides import CLUSTER_VARIABLE
-from distgraph.errors import GraphError, RuntimeFault
+from distgraph.errors import GraphError
 from distgraph.plan.plan import Plan
 from distgraph.resources import load_cluster
 from distgraph.runtime.job.job_files import PLAN_VARIABLE
-from distgraph.runtime.launch.hosts import Host, hosts_from_environment, parse_hosts, read_hostfile
 from distgraph.runtime.launch.launch import launch
 from distgraph.runtime.launch.launch_hosts import launch_on_hosts
 
-HOSTS = typer.Option("--hosts", help="Hosts and their slots, such as a:4,b:4; may follow the script.")
-HOSTFILE = typer.Option("--hostfile", help="File with a host and its slots a line; may follow the script.")
 LAUNCHER = typer.Option("--launcher", help="What starts ranks on several hosts: mpiexec or srun.")
 
 
@@ -59,7 +59,7 @@ def run(
         needed, env[PLAN_VARIABLE] = max(made.ranks) + 1, str(Path(plan).resolve())
         if ranks is not None and ranks < needed:
             raise GraphError(f"run: plan {plan} needs {needed} ranks but -n is {ranks}; leave out -n")
-    count, listed = needed if ranks is None else ranks, _hosts(hosts, hostfile)
+    count, listed = needed if ranks is None else ranks, given_hosts("run", hosts, hostfile)
     if not listed:
         raise typer.Exit(launch(count, [script, *left], env=env))
     placement = () if made is None else made.placement
@@ -73,12 +73,3 @@ def run(
         env=env,
     )
     raise typer.Exit(code)
-
-
-def _hosts(text: str, path: str) -> tuple[Host, ...]:
-    """The hosts that are named, or those of the environment; empty for this machine alone."""
-    if text and path:
-        raise RuntimeFault("run: --hosts and --hostfile both name hosts; give one of them")
-    if text:
-        return parse_hosts(text)
-    return read_hostfile(path) if path else hosts_from_environment(os.environ)

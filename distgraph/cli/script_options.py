@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 
 import typer
 
-from distgraph.errors import GraphError
+from distgraph.errors import GraphError, RuntimeFault
 from distgraph.ir.range_notation import parse_spans
+from distgraph.runtime.launch.hosts import Host, hosts_from_environment, parse_hosts, read_hostfile
 
 PLAN = typer.Option("--plan", help="Plan file, see distgraph plan; may follow the script.")
 CLUSTER = typer.Option(
@@ -30,8 +32,23 @@ ZERO = typer.Option("--zero", help="What dp may split: 0 nothing, 1 optimiser st
 UNIFORM = typer.Option("--uniform", help="All stages have the same size and shape.")
 MEMORY = typer.Option("--memory", help="That a plan may use of each device, such as 8GiB.")
 DEVICES = typer.Option("--devices", help="Number of devices that a plan may use, the first of the cluster.")
+HOSTS = typer.Option("--hosts", help="Hosts and their slots, such as a:4,b:4; may follow the script.")
+HOSTFILE = typer.Option("--hostfile", help="File with a host and its slots a line; may follow the script.")
 ARGUMENTS_OF_SCRIPT = {"allow_interspersed_args": False}
 """Typer settings of commands where options after the script belong to the script."""
+
+
+def given_hosts(command: str, text: str, path: str) -> tuple[Host, ...]:
+    """The hosts of `--hosts` or `--hostfile`, or those of the environment; empty for this machine alone.
+
+    Raises:
+        RuntimeFault: both are given, or what is given is malformed.
+    """
+    if text and path:
+        raise RuntimeFault(f"{command}: --hosts and --hostfile both name hosts; give one of them")
+    if text:
+        return parse_hosts(text)
+    return read_hostfile(path) if path else hosts_from_environment(os.environ)
 
 
 def numbers_of_layers(option: str, text: str) -> tuple[int, ...] | None:

@@ -308,7 +308,23 @@ class FrontPlan:
     devices: Count
 
 
-@documented("front")
+@documented()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredPlan:
+    """A plan of a search whose steps were measured.
+
+    Attributes:
+        plan: what it decides, in words.
+        forecast: seconds of a step, by forecast.
+        seconds: of a step of the slowest rank, median of the measured steps; None where the plan did not run.
+    """
+
+    plan: str
+    forecast: Seconds
+    seconds: Number | None
+
+
+@documented("front", "measured")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
     """How a plan was found.
@@ -322,6 +338,7 @@ class Found:
         settings: what it was asked for.
         front: plans that were forecast and fit, the fastest first; of any two neither has less seconds, less
             memory and fewer devices.
+        measured: the plans that were run for some steps, the fastest first: this plan, then the others.
     """
 
     mode: str = "annotations"
@@ -331,6 +348,7 @@ class Found:
     seconds: Number | None = None
     settings: Mapping[str, Scalar] = field(default_factory=dict)
     front: tuple[FrontPlan, ...] = ()
+    measured: tuple[MeasuredPlan, ...] = ()
 
 
 def split_names(text: str) -> tuple[str, ...]:

@@ -61,6 +61,8 @@ def shown(plan: Plan) -> str:
         parts.append(f"forecast of a step{compared}\n" + _table(_times(plan)))
     if len(plan.search.front) > 1:
         parts.append("front of step time, peak memory and devices\n" + _table(_front(plan)))
+    if plan.search.measured:
+        parts.append("measured steps beside their forecasts\n" + _table(_measured(plan)))
     if plan.search.status:
         bound = plan.search.bound
         limit = "" if bound is None else f"; no plan can take less than {in_seconds(bound)}"
@@ -235,6 +237,17 @@ def _front(plan: Plan) -> list[tuple[str, str, str, str]]:
     return [
         (in_seconds(each.seconds), _bytes(each.memory), _counted(each.devices, "device"), each.plan)
         for each in plan.search.front
+    ]
+
+
+def _measured(plan: Plan) -> list[tuple[str, str, str]]:
+    return [
+        (
+            "did not run" if each.seconds is None else f"{in_seconds(each.seconds)} measured",
+            f"{in_seconds(each.forecast)} forecast",
+            each.plan,
+        )
+        for each in plan.search.measured
     ]
 
 

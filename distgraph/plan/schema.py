@@ -177,8 +177,9 @@ def document(plan: Plan) -> dict[str, Any]:
             elif name != "plan":
                 forecast[name] = Record(forecast[name])
     search = plain(plan.search)
-    if not plan.search.front:
-        del search["front"]
+    for name in ("front", "measured"):
+        if not search[name]:
+            del search[name]
     written = {
         "format": FORMAT,
         "version": VERSION,

@@ -16,7 +16,7 @@ from distgraph.engine.compile.plan_apply import with_plan_settings
 from distgraph.engine.compile.plan_extract import estimate, extract_plan
 from distgraph.engine.compile.program_forecast import forecast_training
 from distgraph.engine.search_driver.evaluations import Evaluation
-from distgraph.engine.search_driver.run_search import plan_of_search, run_search
+from distgraph.engine.search_driver.run_search import finalists_of_search, plan_of_search, run_search
 from distgraph.engine.search_driver.search_state import SearchState
 from distgraph.engine.search_driver.worker_pool import available_processes
 from distgraph.errors import DistGraphError, GraphError, ResourceError, RuntimeFault
@@ -66,6 +66,9 @@ class SearchOptions:
         runtime: what is to execute the plan (docs/runtimes.md); None for distgraph.
         constraints: decisions that the search keeps to.
         start: a plan from which the search starts, in modes that search; the answer is never behind it.
+        measure: called with the fastest plans by forecast, each in words and as a plan; returns the answer.
+            None where the forecast decides.
+        finalists: number of these plans.
 
     Raises:
         GraphError: an unknown mode, or seconds are negative.
@@ -79,6 +82,8 @@ class SearchOptions:
     runtime: RuntimeModel | None = None
     constraints: SearchConstraints = FREE
     start: Plan | None = None
+    measure: Callable[[list[tuple[str, Plan]]], Plan] | None = None
+    finalists: int = 1
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -150,6 +155,14 @@ def search(request: CompileRequest, cluster: Cluster, options: SearchOptions) ->
         )
     assert best.plan is not None
     plan = best.plan()
+    if options.measure is not None and not interrupt.asked:
+        others = best.finalists(options.finalists) if best.finalists is not None else []
+        rest = [(words, each) for words, each in others if each.digest != plan.digest]
+        words = next((words for words, each in others if each.digest == plan.digest), "best by forecast")
+        chosen = options.measure([(words, plan), *rest][: options.finalists])
+        found = replace(plan.search, measured=chosen.search.measured)
+        plan = replace(chosen, baselines=plan.baselines, search=found)
+        seconds = time.monotonic() - start
     status = "interrupted" if interrupt.asked else plan.search.status
     return replace(plan, search=replace(plan.search, status=status, seconds=seconds))
 
@@ -212,12 +225,15 @@ class Step:
         seconds: seconds of a step of the better program; None if only a phase begins.
         plan: makes the plan of the better program.
         bound: see `Progress`.
+        finalists: makes so many of the fastest plans by forecast, each with its words; None where the mode
+            searches nothing.
     """
 
     phase: str
     seconds: float | None = None
     plan: Callable[[], Plan] | None = None
     bound: float | None = None
+    finalists: Callable[[int], list[tuple[str, Plan]]] | None = None
 
 
 def _search_events(
@@ -271,7 +287,7 @@ def _automatic_search(
             continue
         best = state.best
         plan = partial(plan_of_search, state, options.settings())
-        yield Step(event.phase, best.seconds, plan, state.bound)
+        yield Step(event.phase, best.seconds, plan, state.bound, partial(finalists_of_search, state))
 
 
 def _plan_of_rank_0(make: Callable[[], Plan]) -> Plan:

@@ -35,6 +35,7 @@ class ScriptHook(Generic[Result]):
             engine; None where the command waits for a training step.
         on_step: makes the result from a training step that is about to be taken: its program, the cluster,
             the parameters, the batch and the scalar inputs; None where the command waits for a program.
+        before_step: called before every training step; its first result that is not None ends the script.
         results: the result, once there is one.
     """
 
@@ -42,6 +43,7 @@ class ScriptHook(Generic[Result]):
     on_step: Callable[[CompileRequest, Cluster | None, Memory, Batch, Mapping[str, Any]], Result] | None = (
         None
     )
+    before_step: Callable[[], Result | None] | None = None
     results: list[Result] = field(default_factory=list)
 
     def end_script(self, result: Result) -> NoReturn:
@@ -69,8 +71,13 @@ def offer_step(
 ) -> None:
     """Called by an engine before it takes a training step; ends the script where a command waits for it."""
     hook = _HOOK.get()
-    if hook is not None and hook.on_step is not None:
+    if hook is None:
+        return
+    if hook.on_step is not None:
         hook.end_script(hook.on_step(request, cluster, memory, batch, scalars))
+    result = None if hook.before_step is None else hook.before_step()
+    if result is not None:
+        hook.end_script(result)
 
 
 def run_script(

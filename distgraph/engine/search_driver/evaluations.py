@@ -122,7 +122,7 @@ def front(evaluations: Sequence[Evaluation]) -> tuple[FrontPlan, ...]:
     plans: list[FrontPlan] = []
     for each in sorted(evaluations, key=lambda e: (e.seconds, e.memory, e.devices)):
         if each.fits and each.eligible and not any(_beats(other, each) for other in plans):
-            plan = _in_words(each.choices)
+            plan = in_words(each.choices)
             plans.append(FrontPlan(plan=plan, seconds=each.seconds, memory=each.memory, devices=each.devices))
     if len(plans) <= _MOST_ON_FRONT:
         return tuple(plans)
@@ -140,7 +140,7 @@ def _beats(plan: FrontPlan, other: Evaluation) -> bool:
     )
 
 
-def _in_words(choices: Mapping[str, str]) -> str:
+def in_words(choices: Mapping[str, str]) -> str:
     """What a program decides, in short."""
     shapes = [stage.partition(" on ")[2] for stage in choices["stages"].split("; ")]
     several, unequal = len(shapes) > 1, list(dict.fromkeys(shapes))

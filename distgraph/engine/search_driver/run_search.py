@@ -34,7 +34,8 @@ from distgraph.engine.search_driver.baselines import (
     evaluate_start,
     evaluate_uniform_and_recursive,
 )
-from distgraph.engine.search_driver.evaluations import evaluation_of, front
+from distgraph.engine.search_driver.candidate import plan_of
+from distgraph.engine.search_driver.evaluations import evaluation_of, front, in_words
 from distgraph.engine.search_driver.explain.decisions import decisions
 from distgraph.engine.search_driver.fixed_mesh_search import (
     annotated_meshes,
@@ -126,6 +127,26 @@ def search_given_meshes(state: SearchState) -> Iterator[Event]:
             yield Event(f"layouts on the annotated meshes{where}, {count} micro-batches")
             program = best_on_given_meshes(layout_costs, count, recompute, memory_share, repeats)
             yield state.record(evaluation_of(program))
+
+
+def finalists_of_search(state: SearchState, count: int) -> list[tuple[str, Plan]]:
+    """The fastest programs by forecast that fit and may be the answer, in words and as plans.
+
+    Args:
+        state: of a search that has ended.
+        count: at most so many; programs that come to the same plan count once.
+    """
+    found: dict[str, tuple[str, Plan]] = {}
+    ranked = sorted(state.evaluations.all, key=lambda evaluation: evaluation.seconds)
+    for evaluation in ranked:
+        if len(found) == count:
+            break
+        if evaluation.fits and evaluation.eligible:
+            plan = plan_of(evaluation.built(state.layout_costs), state.layout_costs)
+            found.setdefault(plan.digest, (in_words(evaluation.choices), plan))
+            if evaluation is not state.best:
+                evaluation.release()
+    return list(found.values())
 
 
 def plan_of_search(state: SearchState, settings: Mapping[str, str | int | float | bool | None]) -> Plan:
