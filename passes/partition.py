@@ -71,7 +71,7 @@ class RankProgram:
     Attributes:
         rank: the rank.
         tasks: its tasks.
-        types: value name -> local shape and dtype, for every value that lies on the rank.
+        types: value name -> local shape and dtype, for every value that is stored on the rank.
         parts: the tasks of all ranks.
     """
 

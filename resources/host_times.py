@@ -1,4 +1,4 @@
-"""Times of the host: what the processor that runs a rank's Python costs, beside the device that computes.
+"""Times of the host: what the processor that runs a rank's Python costs, besides the device that computes.
 
 A host issues ops to an accelerator, or is the device itself: a CPU, perhaps with several ranks on each core.
 The section `compute.host` of a device in a resource file states its times; the section `host` of a runtime
@@ -51,7 +51,7 @@ class HostTimes:
         return HostTimes(**{n: getattr(self, n) if t is None else t for n, t in stated.items()})
 
     def issued(self, ops: int) -> float:
-        """Seconds from the start of a task after which the host has issued so many ops."""
+        """Seconds from the start of a task after which the host has issued `ops` ops."""
         return ops * (self.op or 0.0)
 
     def end_of_task(self, computed: float, ops: int, *, micro_batch: bool) -> float:
@@ -66,7 +66,7 @@ class HostTimes:
         return end + (self.micro_batch or 0.0) if micro_batch else end
 
     def ends_of_messages(self, messages: int) -> float:
-        """Seconds for which the device computes nothing at the ends of so many messages."""
+        """Seconds for which the device computes nothing at the ends of `messages` messages."""
         return messages * (self.message or 0.0)
 
 

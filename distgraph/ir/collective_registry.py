@@ -227,7 +227,7 @@ def register_collective(collective: Collective) -> Collective:
 
 
 def unregister_collective(name: str) -> None:
-    """Remove the declaration of a collective, so that it can be declared anew; an unknown name is ignored."""
+    """Remove a collective, so that it can be declared again; an unknown name is ignored."""
     COLLECTIVES.pop(name, None)
     REGISTRY.pop(op_kind(name), None)
     _forget_plans()

@@ -1,4 +1,4 @@
-"""Elementwise CUDA kernels on CuPy, one pass over memory each, declared beside the NumPy form of their op."""
+"""Elementwise CUDA kernels on CuPy, one pass over memory, declared next to the NumPy form of their op."""
 
 from __future__ import annotations
 

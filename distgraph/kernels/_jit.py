@@ -1,4 +1,4 @@
-"""Loops that Numba compiles: declared beside the NumPy form of their kernel, compiled at their first call,
+"""Loops that Numba compiles: declared next to the NumPy form of their kernel, compiled at their first call,
 cached on disk. Numba is optional, and imported at the first call of a loop.
 """
 
@@ -65,8 +65,8 @@ class Loop(Generic[P, R]):
     def dispatcher(self) -> Callable[P, R]:
         """Numba's dispatcher, which compiles for the types of its arguments.
 
-        The disk cache lies beside the source, else in NUMBA_CACHE_DIR or the user's cache directory (Numba
-        tries them in turn); where none can be written the function is compiled anew in each process.
+        The disk cache is next to the source, else in NUMBA_CACHE_DIR or the user's cache directory (Numba
+        tries them in turn); where none can be written the function is compiled in each process.
 
         Raises:
             ImportError: Numba is not installed.

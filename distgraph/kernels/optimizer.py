@@ -33,7 +33,7 @@ def _is_new(x: Array, out: Array) -> bool:
 
 
 def _of_vectors(count: int) -> Callable[[Kernel], Kernel]:
-    """Decorate a kernel whose first operands, so many, and results have one shape, so that it never sees
+    """Decorate a kernel whose first operands and results have one shape, so that it never sees
     tensors of no dims: NumPy gives numbers for those, which nothing can be written into."""
 
     def decorate(kernel: Kernel) -> Kernel:

@@ -1,4 +1,4 @@
-"""Workspaces: bytes that the NumPy kernels allocate beside their operands and results while they run.
+"""Workspaces: bytes that the NumPy kernels allocate while they run, in addition to operands and results.
 
 A workspace is declared with the op (`OpDef.workspace`) and called like its kernel,
 

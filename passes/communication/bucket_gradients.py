@@ -13,7 +13,7 @@ Invariant: same numbers; to the last bit in one process and over MPI, where a me
 A message of n bytes lasts l + n b: l to start and b for each byte, both from the price of the collective. If
 all gradients of a group have S bytes and a bucket B, the messages cost S / B times l to start, and the last
 one, with B b, ends after the backward part. The sum S l / B + B b is least for B = sqrt(S l / b). A bucket is
-closed when it has so many bytes.
+closed when it has B bytes.
 """
 
 from __future__ import annotations

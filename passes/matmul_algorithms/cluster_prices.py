@@ -60,7 +60,7 @@ class ClusterPrices:
     Attributes:
         cluster: a mesh is on the devices that `devices_of` gives.
         reconfigure: whether a mesh has a torus of its own shape where the cluster can be wired so.
-        data: meshes beside each other for data parallelism, whose rings are busy at the same time.
+        data: replicas of the mesh for data parallelism, whose rings are busy at the same time.
     """
 
     cluster: Cluster

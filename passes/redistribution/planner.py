@@ -71,7 +71,7 @@ BYTE_PRICES: Mapping[Price, float] = {wire_price: 0.0, latency_price: _COLLECTIV
 
 
 def price_bound(price: Price, nbytes: float) -> float:
-    """At most what it costs to send so many bytes by collectives; 0 for a price that is not of bytes."""
+    """A lower bound of the cost to send `nbytes` bytes by collectives; 0 for a price that is not of bytes."""
     charge = BYTE_PRICES.get(price)
     return 0.0 if charge is None or not nbytes else (nbytes + charge) * _BELOW
 

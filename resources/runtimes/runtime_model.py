@@ -159,7 +159,7 @@ class Memory:
     fragmentation: Share = 0.0
 
     def available(self, memory: float) -> float:
-        """Bytes that a program may use on a device with so many."""
+        """Bytes of the memory of a device that a program may use."""
         return memory * self.usable - self.context
 
 

@@ -122,7 +122,7 @@ class FiniteCheck:
                 block = arena.fixed[storage.slots[name].root]
                 self._blocks.append((label, block))
                 flat = _squarable(block)
-                whole = block.size == math.prod(program.types[name][0])  # no other values beside it
+                whole = block.size == math.prod(program.types[name][0])  # the block has no other values
                 if flat is not None and whole and guard.control is not None:
                     number, copies = _share(program.graph.attrs[name], program.rank)
                     flat = flat[flat.size * number // copies : flat.size * (number + 1) // copies]

@@ -100,7 +100,7 @@ def rank_memory(
 
 
 def with_overhead(memory: RankMemory, rules: Memory) -> RankMemory:
-    """The bytes of a rank with what a runtime takes beside the tensors of the program.
+    """The bytes of a rank with what a runtime needs in addition to the tensors of the program.
 
     Args:
         memory: of the tensors.

@@ -211,7 +211,7 @@ def _columns(samples: Sequence[tuple[Work, float]], *columns: str | float) -> Ve
 
 
 def _slope(samples: Sequence[tuple[Work, float]], launch: float) -> tuple[float, float]:
-    """Seconds per byte beside the launch time, and the mean relative error."""
+    """Seconds per byte in addition to the launch time, and the mean relative error."""
     rows, seconds = _columns(samples, "nbytes"), _seconds(samples)
     slope = max(float(expected(rows, seconds, launch)[0]), 1e-15)
     return slope, mean_error(launch + slope * rows[:, 0], seconds)

@@ -38,7 +38,7 @@ def write_trace(forecast: Forecast, path: str | Path, measured: MeasuredTimeline
     Args:
         forecast: of a step.
         path: of the file.
-        measured: whose median step goes beside it, a process a rank, after those of the forecast.
+        measured: whose median step is shown after the forecast, a process for each rank.
 
     Raises:
         RuntimeFault: the file cannot be written.
@@ -94,7 +94,7 @@ def _names(row: int, name: str, ops: str = "compute stream") -> Iterator[dict[st
 
 
 def _messages(row: int, segments: list[Segment]) -> Iterator[dict[str, Any]]:
-    """Messages of different groups run beside each other: each goes on the first thread that is free."""
+    """Messages of different groups overlap: each is drawn on the first thread that is free."""
     free: list[float] = []
     for segment in sorted(segments, key=lambda s: s.start):
         number = next((i for i, end in enumerate(free) if end <= segment.start), len(free))

@@ -67,7 +67,7 @@ def layers_by_first_ops(serial: Graph, firsts: Sequence[str]) -> tuple[Layer, ..
     """The layers of a serial graph, given the names of their first ops.
 
     Raises:
-        GraphError: the graph lacks one of these ops, or they are not in this order.
+        GraphError: the graph has not all of these ops, or they are not in this order.
     """
     names = [op.name for op in serial.ops if op.role == "forward" and op.kind not in SOURCES]
     position = {name: i for i, name in enumerate(names)}

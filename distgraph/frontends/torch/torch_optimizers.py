@@ -16,7 +16,7 @@ _REFUSED = {"amsgrad": False, "maximize": False, "dampening": 0}
 def import_optimizer(optimizer: torch.optim.Optimizer) -> Optimizer:
     """The optimiser with the hyper-parameters of one of torch: SGD, Adam or AdamW.
 
-    The states of the optimiser start anew. A learning-rate schedule of torch is not read; give
+    The states of the optimiser start at zero. A learning-rate schedule of torch is not read; give
     `distgraph.schedules` to the result with `dataclasses.replace(optimizer, lr=...)`.
 
     Raises:

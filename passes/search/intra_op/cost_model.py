@@ -67,7 +67,7 @@ class _SpecIndex:
     cache: dict[Specs, Ints | None] = field(default_factory=dict)
 
     def indices(self, specs: Specs) -> Ints | None:
-        """Indices of layouts; None if the graph lacks one of them, such as one with a partial maximum."""
+        """Indices of layouts; None if the graph has not all, such as one with a partial maximum."""
         try:
             return self.cache[specs]
         except KeyError:
@@ -159,7 +159,7 @@ class CostModel:
         return self._indices[key]
 
     def _matrix(self, graph: StepGraph, nbytes: int, mesh: ProcessMesh) -> Floats:
-        """Least seconds [states, states] of the changes of layout of a tensor with so many bytes."""
+        """Least seconds [states, states] of the changes of layout of a tensor of `nbytes` bytes."""
         key = (id(graph), nbytes, mesh)
         if key not in self._matrices:
 

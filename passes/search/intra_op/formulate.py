@@ -172,7 +172,7 @@ def formulate(
 
     Raises:
         ShardingError: annotations do not fit the mesh, or contradict each other.
-        ResourceError: the resource file lacks a number that a cost needs.
+        ResourceError: the resource file has no number that a cost needs.
     """
     folded = fold(graph, layering) if folded is None else folded
     lifetimes = Lifetimes(folded)

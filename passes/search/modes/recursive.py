@@ -44,7 +44,7 @@ from distgraph.passes.search.intra_op.chosen_layouts import Layouts
 from distgraph.passes.search.modes.propagation import laid_out, spread
 
 ONCE = 0.25
-"""Weight of what is summed once a step, beside what is sent for every micro-batch."""
+"""Weight of what is summed once a step, relative to what is sent for every micro-batch."""
 
 Axes = tuple[tuple[str, tuple[str, ...]], ...]
 Cut = str | None
@@ -310,7 +310,7 @@ class _Recursion:
         }
 
     def allows(self, op: Op, layout: OpLayout) -> bool:
-        """Whether a layout on one axis leaves plain blocks of equal size, beside what is cut already."""
+        """Whether a layout on one axis leaves plain blocks of equal size, in addition to existing splits."""
         rule, axes = self.rules[op.name], self.axes[op.name]
         key = rule, axes, layout
         if key not in self.legal:

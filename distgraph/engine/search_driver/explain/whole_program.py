@@ -37,7 +37,7 @@ class OtherChoice:
 
 
 def other_choices(program: BuiltCandidate, layout_costs: LayoutCosts) -> Iterator[OtherChoice]:
-    """The choices that are forecast beside those of a program: another schedule of a pipeline, the adjacent
+    """The choices that are forecast besides those of a program: another schedule of a pipeline, the adjacent
     micro-batch counts, all layers recomputed or none; not of what constraints give."""
     decisions, given = program.decisions, layout_costs.constraints.given()
     schedules = searched_schedules() if len(program.completed.meshes) > 1 else ()

@@ -1,4 +1,4 @@
-"""Dropout and random numbers: drawn anew in every step, not the numbers that torch would draw."""
+"""Dropout and random numbers: drawn again in every step, not the numbers that torch would draw."""
 
 from __future__ import annotations
 
