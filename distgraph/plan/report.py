@@ -12,6 +12,7 @@ from distgraph.ir.range_notation import fold, spans, unfold
 from distgraph.plan.components import Decision, LayerOps
 from distgraph.plan.constraints import SearchConstraints
 from distgraph.plan.forecast_errors import EQUAL, Uncertain, in_seconds
+from distgraph.serialization.text_table import indented_table
 
 if TYPE_CHECKING:
     from distgraph.plan.plan import Plan
@@ -38,7 +39,7 @@ class Comparison:
     def __str__(self) -> str:
         if not self.rows:
             return "no difference"
-        table = _table([("", "this", "other"), *self.rows])
+        table = indented_table([("", "this", "other"), *self.rows])
         return f"{table}\n{self.verdict}" if self.verdict else table
 
 
@@ -48,21 +49,23 @@ def shown(plan: Plan) -> str:
     ranks = f"{len(plan.ranks)} rank{'s' * (len(plan.ranks) > 1)}"
     where = f" on {plan.cluster}" if plan.cluster else ""
     parts = [f"plan of {plan.program.name}{where}: {ranks}, batch {plan.batch} in {micro}, {plan.schedule}"]
-    parts.append("stages\n" + _table([(str(i), *stage_cells(plan, i)) for i in range(len(plan.stages))]))
+    parts.append(
+        "stages\n" + indented_table([(str(i), *stage_cells(plan, i)) for i in range(len(plan.stages))])
+    )
     if plan.recompute:
         parts.append(f"layers computed again in the backward part: {spans(plan.recompute)}")
-    parts.append("tensors\n" + _table(_layouts(plan)))
+    parts.append("tensors\n" + indented_table(_layouts(plan)))
     if plan.forecast is not None:
         compared = ", and of plans that it is compared with" if plan.baselines else ""
         if plan.is_changed:
             parts.append(
                 f"{CHANGED}: the forecast is of the plan before; distgraph forecast --plan tells it anew"
             )
-        parts.append(f"forecast of a step{compared}\n" + _table(_times(plan)))
+        parts.append(f"forecast of a step{compared}\n" + indented_table(_times(plan)))
     if len(plan.search.front) > 1:
-        parts.append("front of step time, peak memory and devices\n" + _table(_front(plan)))
+        parts.append("front of step time, peak memory and devices\n" + indented_table(_front(plan)))
     if plan.search.measured:
-        parts.append("measured steps beside their forecasts\n" + _table(_measured(plan)))
+        parts.append("measured steps beside their forecasts\n" + indented_table(_measured(plan)))
     if plan.search.status:
         bound = plan.search.bound
         limit = "" if bound is None else f"; no plan can take less than {in_seconds(bound)}"
@@ -260,12 +263,3 @@ def _bytes(count: int) -> str:
         if count >= 1024**power:
             return f"{count / 1024**power:.4g} {unit}"
     return f"{count} B"
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows as columns of equal width."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))] if rows else []
-    return "\n".join(
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )

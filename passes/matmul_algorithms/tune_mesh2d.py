@@ -16,9 +16,10 @@ from distgraph.passes.matmul_algorithms.cluster_prices import (
 )
 from distgraph.passes.matmul_algorithms.layer_products import Layer, Mesh, divisors
 from distgraph.passes.matmul_algorithms.product_seconds import ALGORITHMS, ONE_AXIS, check_algorithm
-from distgraph.passes.matmul_algorithms.tuner import Tuning, text_table, tune
+from distgraph.passes.matmul_algorithms.tuner import Tuning, tune
 from distgraph.resources.cluster import Cluster
 from distgraph.resources.load import load_cluster
+from distgraph.serialization.text_table import text_table
 
 DTYPES = ("bf16", "f16", "f32")
 """Of matrices, in order of preference."""

@@ -32,6 +32,7 @@ from distgraph.passes.matmul_algorithms.product_seconds import (
     product_seconds,
 )
 from distgraph.passes.matmul_algorithms.ring_prices import RingPrices
+from distgraph.serialization.text_table import text_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,18 +102,7 @@ class Tuning:
                 rows.append((layer.layer.name, str(each.product), str(each.slices), *cells))
         shape = f"{self.algorithm} on mesh {self.mesh[0]}x{self.mesh[1]}"
         first = f"{shape}: {1e3 * self.seconds:.3f} ms, {100 * self.compute_share:.1f} % computing"
-        return "\n".join([first, *text_table(rows)])
-
-
-def text_table(rows: Sequence[Sequence[str]], left: int = 2) -> list[str]:
-    """Lines of a table: the first `left` columns are text, flush left, the others numbers, flush right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        text = [cell.ljust(width) for cell, width in zip(row[:left], widths, strict=False)]
-        numbers = [cell.rjust(width) for cell, width in zip(row[left:], widths[left:], strict=True)]
-        lines.append("  ".join(text + numbers).rstrip())
-    return lines
+        return "\n".join([first, *text_table(rows, left=2)])
 
 
 def tune(

@@ -33,6 +33,7 @@ from distgraph.plan.pipeline_schedules import SchedulePolicy, schedule_policy
 from distgraph.runtime.schedule.simulate import Timeline, simulate, symbols
 from distgraph.runtime.schedule.steady_state import unit_timeline
 from distgraph.runtime.schedule.task import UPDATES, TaskGraph
+from distgraph.serialization.text_table import text_table
 
 _HEADER = re.compile(r"(?P<policy>\S+) n=(?P<columns>\d+) m=(?P<micro>\d+)")
 _LEGEND = re.compile(r"(?P<ranks>\d+(?:,\d+)*):(?P<names>(?: [A-Z][a-z]*=\S+)*)")
@@ -124,10 +125,7 @@ class Schedule:
             symbol = {task: name for name, task in column.names}
             for step in column.steps:
                 table[step.clock][index] = f"{symbol[step.task]}{step.micro}"
-        widths = [max(map(len, cells)) for cells in zip(*table, strict=True)]
-        return "\n".join(
-            " ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in table
-        )
+        return "\n".join(text_table(table, gap=" "))
 
     def __str__(self) -> str:
         lines = [f"{self.policy} n={len(self.columns)} m={self.micro_batches}"]

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from distgraph.runtime.schedule.task import Task, TaskGraph
+from distgraph.serialization.text_table import text_table
 
 SAME_TIME = 1e-12  # relative; sums of the same durations in another order differ by a few ulp
 _LETTERS = {
@@ -99,7 +100,7 @@ class Timeline:
             rows: number of lines, counted from the end; None: all.
         """
         table = _table(self, self._by_column())
-        return _align(table if rows is None else table[max(0, len(table) - rows) :])
+        return "\n".join(text_table(table if rows is None else table[max(0, len(table) - rows) :], gap=" "))
 
     def _by_column(self) -> list[list[Interval]]:
         column = {ranks[0]: index for index, ranks in enumerate(self.columns)}
@@ -170,10 +171,3 @@ def _table(timeline: Timeline, columns: list[list[Interval]]) -> list[list[str]]
         for number in range(line[start], line[end] - levels[end]):
             table[number][index] = cell if number == line[start] else "|"
     return table
-
-
-def _align(table: list[list[str]]) -> str:
-    widths = [max(map(len, cells)) for cells in zip(*table, strict=True)]
-    return "\n".join(
-        " ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in table
-    )

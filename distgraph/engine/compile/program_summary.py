@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
 
 from distgraph.engine.compile.strategy_passes import complete_with
 from distgraph.errors import GraphError
@@ -31,6 +30,7 @@ from distgraph.resources.units import format_bytes
 from distgraph.runtime.program.build import Build
 from distgraph.runtime.program.storage import nbytes
 from distgraph.runtime.report.tensor_row import TensorRow
+from distgraph.serialization.text_table import indented_table
 
 _MANY = 64  # in a program with more ranks, collectives are counted on one rank of every mesh
 
@@ -226,10 +226,11 @@ class PlanView:
         parts = [head + (f", {self.build.policy}" if len(stages) > 1 else "")]
         if len(self.meshes) > 1:
             numbered = [(f"{stages.index(mesh.rank_set)}", str(mesh)) for mesh in self.meshes]
-            parts.append("stages\n" + _table(numbered))
+            parts.append("stages\n" + indented_table(numbered))
         shown = [line for line in self.tensors if line.kind != "state" or self._differs_from_parameter(line)]
         parts.append(
-            "tensors (bytes of the largest block)\n" + _table(_fold([self._row(line) for line in shown]))
+            "tensors (bytes of the largest block)\n"
+            + indented_table(_fold([self._row(line) for line in shown]))
         )
         hidden = len(self.tensors) - len(shown)
         if hidden:
@@ -238,7 +239,7 @@ class PlanView:
             rows = [
                 (f"{c.count} x", c.kind, c.where, c.role, format_bytes(c.nbytes)) for c in self.collectives
             ]
-            parts.append("collectives of a step (bytes sent by a rank)\n" + _table(rows))
+            parts.append("collectives of a step (bytes sent by a rank)\n" + indented_table(rows))
         else:
             parts.append("no communication")
         most = max(self.bytes_per_rank.values(), default=0.0)
@@ -337,13 +338,3 @@ _NUMBER = re.compile(r"\.\d+(?=\.)")
 def _range(first: str, last: str) -> str:
     """`.0` and `.3` -> `.{0..3}`."""
     return first if first == last else f".{{{first[1:]}..{last[1:]}}}"
-
-
-def _table(rows: Sequence[Sequence[Any]]) -> str:
-    """Rows as columns of equal width."""
-    cells = [[str(cell) for cell in row] for row in rows]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))] if cells else []
-    return "\n".join(
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in cells
-    )

@@ -26,8 +26,6 @@ from distgraph.passes.search.inter_op.stage_costs import (
     IntervalCosts,
     ProfileCosts,
     RestrictedCosts,
-    StageCosts,
-    every_stage,
 )
 from distgraph.passes.search.inter_op.stages import StageProblem, Stages, find_stages
 from distgraph.passes.search.inter_op.submesh_placement import Pool, SubMesh, place
@@ -236,10 +234,6 @@ class CostsWithBorders:
     def shape(self) -> tuple[int, int, int]:
         """Layers, sub-meshes, configs."""
         return self.costs.shape
-
-    def tabulate(self, in_flight: int) -> StageCosts:
-        """Costs with `in_flight` micro-batches in flight."""
-        return every_stage(self, in_flight)
 
     def seconds_of(self, stages: Numbers, in_flight: int) -> Floats:
         """Seconds of one micro-batch, by numbers of stages, inf where one does not fit."""

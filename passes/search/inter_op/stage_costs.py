@@ -58,9 +58,6 @@ class IntervalCosts(Protocol):
     def shape(self) -> tuple[int, int, int]:
         """Layers, sub-meshes, configs."""
 
-    def tabulate(self, in_flight: int) -> StageCosts:
-        """Costs of every stage with `in_flight` micro-batches in flight."""
-
     def seconds_of(self, stages: Numbers, in_flight: int) -> Floats:
         """Seconds of one micro-batch, by indices of stages; inf if a stage does not fit."""
 
@@ -91,7 +88,7 @@ def stage_indices(shape: tuple[int, int, int]) -> Numbers:
 
 
 def every_stage(costs: IntervalCosts, in_flight: int) -> StageCosts:
-    """Costs of all stages as arrays, from costs by index."""
+    """Costs of all stages as arrays, with `in_flight` micro-batches in flight."""
     layers, submeshes, configs = costs.shape
     stages = stage_indices(costs.shape)
     seconds = np.full((layers, layers, submeshes, configs), np.inf)
@@ -117,10 +114,6 @@ class RestrictedCosts:
     def shape(self) -> tuple[int, int, int]:
         """Layers, sub-meshes, configs."""
         return self.costs.shape
-
-    def tabulate(self, in_flight: int) -> StageCosts:
-        """Costs of every stage with `in_flight` micro-batches in flight."""
-        return every_stage(self, in_flight)
 
     def seconds_of(self, stages: Numbers, in_flight: int) -> Floats:
         """Seconds of one micro-batch; inf if a stage does not fit or is forbidden."""
@@ -202,10 +195,6 @@ class ProfileCosts:
         self._scratch = np.maximum(self._temporary, recomputing)
         self._groups = [_layer_groups(config) for config in rows]
         self._preferences = _preferences(self._groups, layers)
-
-    def tabulate(self, in_flight: int) -> StageCosts:
-        """Costs of every stage with `in_flight` micro-batches in flight."""
-        return every_stage(self, in_flight)
 
     def step_of(self, stages: Numbers) -> Floats:
         """Seconds once a step: the last backward part hides the synchronisation of gradients."""

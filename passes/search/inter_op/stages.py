@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 from distgraph.errors import InfeasibleError
 from distgraph.passes.search.inter_op.schedule_costs import makespan
 from distgraph.passes.search.inter_op.stage_candidates import ConfigCosts, StageCandidates
-from distgraph.passes.search.inter_op.stage_costs import IntervalCosts, RestrictedCosts
+from distgraph.passes.search.inter_op.stage_costs import IntervalCosts, RestrictedCosts, every_stage
 from distgraph.passes.search.inter_op.stage_dp import Devices, StageAssignment, StageTable
 from distgraph.passes.search.inter_op.submesh_placement import Pool, SubMesh, chains, place
 from distgraph.plan.pipeline_schedules import SchedulePolicy
@@ -401,7 +401,7 @@ def _nothing_fits(problem: StageProblem) -> str:
     devices = sum(pool.size for pool in problem.pools)
     subject = f"{layers} layers on {devices} devices with {problem.micro_batches} micro-batches"
     in_flight = problem.in_flight(1)
-    fits = np.isfinite(problem.costs.tabulate(in_flight).seconds)
+    fits = np.isfinite(every_stage(problem.costs, in_flight).seconds)
     for layer in range(layers):
         if not fits[: layer + 1, layer:].any():
             missing = problem.costs.missing(in_flight)[layer, layer].min(axis=-1)

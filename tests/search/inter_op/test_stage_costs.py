@@ -17,6 +17,7 @@ from distgraph.passes.search.inter_op.stage_costs import (
     IntervalCosts,
     ProfileCosts,
     RestrictedCosts,
+    every_stage,
     stage_indices,
 )
 from distgraph.passes.search.inter_op.stages import StageProblem, find_stages
@@ -68,9 +69,9 @@ def test_profiles_give_the_costs_of_every_run(seed: int) -> None:
     memory = [float(m) for m in rng.uniform(2.0, 9.0, 2)]
     costs = ProfileCosts(table, memory)
     assert costs.shape == (5, 2, 2)
-    assert np.isinf(costs.tabulate(1).seconds[:, :, 1, 1]).all()
+    assert np.isinf(every_stage(costs, 1).seconds[:, :, 1, 1]).all()
     for live, (n, row) in itertools.product((1, 3), enumerate(table)):
-        found = costs.tabulate(live)
+        found = every_stage(costs, live)
         for c, config in enumerate(row):
             for first, last in itertools.product(range(layers), repeat=2):
                 value = found.seconds[first, last, n, c]
@@ -105,7 +106,11 @@ def test_a_border_or_a_ban_changes_the_stages_it_is_for(seed: int) -> None:
     forbidden = np.random.default_rng(seed).random((5, 5, 3)) < 0.3
     bordered, restricted = CostsWithBorders(costs, behind), RestrictedCosts(costs, forbidden)
     for live in (1, 4):
-        plain, longer, fewer = costs.tabulate(live), bordered.tabulate(live), restricted.tabulate(live)
+        plain, longer, fewer = (
+            every_stage(costs, live),
+            every_stage(bordered, live),
+            every_stage(restricted, live),
+        )
         for first, last, n, c in np.ndindex(plain.seconds.shape):
             here = first, last, n, c
             assert longer.seconds[here] == plain.seconds[here] + behind[last, n]
@@ -119,7 +124,7 @@ def test_candidates_leave_out_only_what_cannot_matter(seed: int) -> None:
     rounds, behind, best = 3.0, 2, 40.0
     first = StageCandidates.of(costs, 1, rounds).below(best)
     found = first.followed_by(behind).fitting(costs, 1 + behind, rounds)
-    every = costs.tabulate(1 + behind)
+    every = every_stage(costs, 1 + behind)
     slowest = rounds * every.seconds + every.step
     for limit in (15.0, 25.0, best * 0.999):
         table = found.within(limit)
@@ -157,7 +162,7 @@ def test_no_more_layers_are_recomputed_than_memory_asks_for() -> None:
     # 6 layers keep 6 bytes a micro-batch; with one in flight two must go, with two four, with four five
     for live, count in ((1, 2), (2, 4), (4, 5)):
         assert len(costs.recomputed(0, 5, 0, 0, live)) == count
-        assert costs.tabulate(live).seconds[0, 5, 0, 0] == 18 + count
+        assert every_stage(costs, live).seconds[0, 5, 0, 0] == 18 + count
 
 
 def test_the_backward_part_hides_the_synchronisation_of_gradients() -> None:

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from distgraph.errors import GraphError
 from distgraph.passes.search.inter_op.interval_sums import Numbers
-from distgraph.passes.search.inter_op.stage_costs import StageCosts, every_stage
 
 Floats = NDArray[np.float64]
 _ROUNDING = 1e-12  # of the memory
@@ -53,10 +52,6 @@ class DenseCosts:
         """Layers, sub-meshes, configs."""
         _, layers, submeshes, configs = self.seconds.shape
         return layers, submeshes, configs
-
-    def tabulate(self, in_flight: int) -> StageCosts:
-        """Costs of every stage with `in_flight` micro-batches in flight."""
-        return every_stage(self, in_flight)
 
     def seconds_of(self, stages: Numbers, in_flight: int) -> Floats:
         """Seconds of one micro-batch, inf where a stage does not fit."""

@@ -11,6 +11,7 @@ import pytest
 from distgraph.passes.search.inter_op.stage_costs import (
     IntervalCosts,
     StageCosts,
+    every_stage,
 )
 from distgraph.passes.search.inter_op.stages import StageProblem
 from distgraph.passes.search.inter_op.submesh_placement import (
@@ -65,7 +66,7 @@ def packs(machines: int, room: int, wanted: list[int]) -> bool:
 @functools.cache
 def every(costs: IntervalCosts, live: int) -> StageCosts:
     """Costs of all stages, made once."""
-    return costs.tabulate(live)
+    return every_stage(costs, live)
 
 
 def seconds_of(problem: StageProblem, row: tuple[tuple[int, int, int, int], ...]) -> float:
