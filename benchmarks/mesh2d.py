@@ -36,14 +36,14 @@ from distgraph.engine.compile.train_graph import train_graph
 from distgraph.ir.graph import Graph
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.models import GPT, GPTConfig
-from distgraph.passes.backward import differentiate
 from distgraph.passes.complete import complete
-from distgraph.passes.dead_code_elimination import prune
 from distgraph.passes.matmul_algorithms import MATMUL_ALGORITHMS
 from distgraph.passes.matmul_algorithms.layer_products import Layer
 from distgraph.passes.matmul_algorithms.product_seconds import ALGORITHMS
 from distgraph.passes.matmul_algorithms.tuner import LayerTuning, Tuning, tune
 from distgraph.passes.search.modes.mesh2d import annotate, layer_algorithms, linear_layers
+from distgraph.passes.serial.backward import differentiate
+from distgraph.passes.serial.dead_code_elimination import prune
 from distgraph.resources import Cluster, load_cluster
 from distgraph.runtime.forecast.forecast import forecast
 from distgraph.runtime.program.build import build

@@ -33,6 +33,7 @@ _HOMES = {
     "Cluster": "distgraph.resources",
     "load_cluster": "distgraph.resources",
     "Plan": "distgraph.plan.plan",
+    "MixedPrecision": "distgraph.plan.precision",
     "Engine": "distgraph.engine",
     "Strategy": "distgraph.plan.strategy",
 }

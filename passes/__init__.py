@@ -7,13 +7,13 @@ from distgraph.passes import (
     choose_completion,
     communication,
     complete,
-    dead_code_elimination,
     decompose,
     layout_local_search,
     lower,
     matmul_algorithms,
     partition,
     reshard,
+    serial,
     split_tasks,
 )
 from distgraph.passes.pass_registry import PassContext, register_pass
@@ -23,7 +23,6 @@ __all__ = [
     "choose_completion",
     "complete",
     "communication",
-    "dead_code_elimination",
     "decompose",
     "layout_local_search",
     "lower",
@@ -31,5 +30,6 @@ __all__ = [
     "partition",
     "register_pass",
     "reshard",
+    "serial",
     "split_tasks",
 ]

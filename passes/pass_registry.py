@@ -20,13 +20,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from distgraph.errors import GraphError
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.verifier import STAGES as VERIFIED
 from distgraph.passes.redistribution.planner import Price, wire_price
+from distgraph.plan.precision import MixedPrecision
 
 F = TypeVar("F", bound=Callable[..., Any])
 GRAPH_STAGES = VERIFIED
@@ -48,6 +49,7 @@ class PassContext:
         price: cost of a collective, for the choice between sequences of them when a change of layout is
             lowered.
         rank: whose program `partition` makes, and passes on rank programs take.
+        precision: of `mixed_precision`.
     """
 
     mesh: ProcessMesh | None = None
@@ -56,6 +58,7 @@ class PassContext:
     search_budget: float | None = None
     price: Price = wire_price
     rank: int = 0
+    precision: MixedPrecision = field(default_factory=MixedPrecision)
 
 
 @dataclass(frozen=True, slots=True)

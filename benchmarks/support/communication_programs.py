@@ -15,7 +15,7 @@ from typing import Any
 from distgraph import numpy as dnp
 from distgraph import ops, reshard, shard_tensor
 from distgraph.ir.mesh import ProcessMesh
-from distgraph.passes.backward import differentiate
+from distgraph.passes.serial.backward import differentiate
 from distgraph.tracing.tensor import Tensor
 from distgraph.tracing.tracer import Trace
 

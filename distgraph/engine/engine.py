@@ -19,6 +19,7 @@ from distgraph.engine.commands.interrupt import deferred
 from distgraph.engine.commands.overrides import cluster_given, plan_for
 from distgraph.engine.commands.script_runner import offer_program, offer_step
 from distgraph.engine.compile.conflict_warning import warn_conflicts
+from distgraph.engine.compile.loss_scaling import SCALE
 from distgraph.engine.compile.plan_apply import check_batch
 from distgraph.engine.compile.plan_extract import extract_plan
 from distgraph.engine.compile.program_forecast import check_outputs, cluster_for, forecast_training
@@ -26,10 +27,9 @@ from distgraph.engine.compile.program_summary import PlanView
 from distgraph.engine.compile.strategy_passes import strategy_pipeline
 from distgraph.engine.compile.training_spec import TrainingSpec, metric_names
 from distgraph.engine.data import DataLoader, as_source, stand_ins, whole
-from distgraph.engine.executable import Compiled
 from distgraph.engine.generation import Limits, Sampling, generate
 from distgraph.engine.history import History, Means
-from distgraph.engine.nonfinite import apply_policy, fault_of, skipped_steps
+from distgraph.engine.nonfinite import NonFiniteSteps, fault_of, skipped_steps
 from distgraph.engine.parameter_store import Memory, assign_tensors, gather_tensors
 from distgraph.engine.session import Session
 from distgraph.engine.validation import check_parts, check_training
@@ -99,7 +99,7 @@ class Engine:
         self.validates = False  # whether `fit` has data to evaluate after each epoch
         self._recording: Recording | None = None  # of steps, while there is one
         self._means = Means()  # of the epoch under way
-        self._warned = False  # of values that are not finite
+        self._nonfinite = NonFiniteSteps(training_spec.strategy)
         self._conflicts_reported = False  # whether annotations that compete have been looked for
         self._run = secrets.token_hex(8)  # of this training and all that it goes on from; rank 0's counts
         self._loaded: Loaded | None = None  # what it goes on from
@@ -199,7 +199,8 @@ class Engine:
         else:
             step = self.step + 1
             logs = self._session.recorded(compiled, batch, self._scalars(), self._recording, step)
-        self._check_finite(compiled, given, logs)
+        found = self._session.nonfinite(compiled)
+        self._nonfinite.after_step(found, logs["loss"], self.step + 1, given, self.history)
         self.step += 1
         if batch is given:  # it knows its place in the epoch; bare arrays have none
             self.epoch, self.position = batch.epoch, batch.position + len(batch)
@@ -313,12 +314,14 @@ class Engine:
         unread = unread_of(self._loaded, self.memory.records, self._session.programs.values())
         placed |= unread
         block = blocks_of(self._loaded, unread, self.memory.block)
+        scale = self._nonfinite.scale
         unused = [name for name in self._session.expected() if name not in placed]
         training = {
             "distgraph": distgraph.__version__, "run": self._run,
             "step": self.step, "epoch": self.epoch, "position": self.position, "seed": self.seed,
             "unused": unused, "losses": self.history.losses, "epochs": self.history.epochs,
             "skipped": self.history.skipped, "means": [self._means.terms, self._means.count],
+            "loss_scale": [] if scale is None else [scale.value, scale.finished],
         }  # fmt: skip
         with deferred():
             fault = fault_of(self.training_spec.model, self.memory)
@@ -356,6 +359,8 @@ class Engine:
         self.seed = self.memory.seed = index["seed"]
         skipped = index.get("skipped", ())  # older checkpoints know of none
         self.history = History(list(index["losses"]), list(index["epochs"]), list(skipped))
+        if self._nonfinite.scale is not None:
+            self._nonfinite.scale.restore(index.get("loss_scale", ()))
         self._means, self._run = Means(*index["means"]), index["run"] or self._run
 
     def parameters(self) -> dict[str, np.ndarray]:
@@ -482,18 +487,11 @@ class Engine:
         for watcher in watchers:
             watcher.on_epoch_end(self, epoch, logs)
 
-    def _check_finite(self, compiled: Compiled, batch: Any, logs: dict[str, float]) -> None:
-        """Apply Strategy.nonfinite to a step with nonfinite loss or gradients. Raises NonFiniteError."""
-        nonfinite, step = self._session.nonfinite(compiled), self.step + 1
-        if nonfinite is not None:
-            policy = self.training_spec.strategy.nonfinite
-            self._warned = apply_policy(policy, nonfinite, logs["loss"], step, batch, warned=self._warned)
-            if policy == "skip":
-                self.history.skipped.append(step)
-
     def _scalars(self) -> dict[str, Any]:
         """Scalar inputs of a step."""
         key = np.uint64(random_key(self.seed, "step", self.step))
         optimizer, skipped = self.training_spec.optimizer, len(self.history.skipped)
         numbers = {} if optimizer is None else optimizer.inputs(self.step, skipped)
+        if self._nonfinite.scale is not None:
+            numbers[SCALE] = self._nonfinite.scale.value
         return {"key": key, **numbers}

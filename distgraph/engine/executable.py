@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -187,7 +187,9 @@ class Compiled:
         feeds: dict[str, Any] = {
             name: to_numpy(dtype).type(scalars[name]) for name, dtype in self.numbers.items()
         }
-        with device.working():
+        scaled = self.request.training_spec.strategy.scaling is not None
+        silent: Literal["ignore"] | None = "ignore" if scaled else None  # the finite check sees overflow
+        with device.working(), np.errstate(over=silent, invalid=silent):
             for feed, inlets in self.feeds[rank]:
                 blocks = zip(inlets, feed.load(batch), strict=True)
                 feeds[feed.name] = [inlet(block) for inlet, block in blocks]

@@ -8,17 +8,59 @@ from typing import Any
 
 import numpy as np
 
+from distgraph.engine.compile.loss_scaling import LossScale
 from distgraph.engine.data import Batch
 from distgraph.engine.history import History, Means
 from distgraph.engine.parameter_store import Memory
 from distgraph.errors import NonFiniteError
 from distgraph.ir.dtypes import is_float
 from distgraph.nn import Module
+from distgraph.plan.strategy import Strategy
 from distgraph.runtime.execute.finite_check import all_finite
 from distgraph.runtime.execute.process_group import is_chief
 
 Found = Mapping[int, Mapping[str, tuple[int, int]]]
 """Rank -> name -> (values that are not finite, values in the rank's block)."""
+
+
+class NonFiniteSteps:
+    """What happens after a training step whose loss or gradients are not finite.
+
+    Args:
+        strategy: says what, by `nonfinite` and `precision`.
+
+    Attributes:
+        scale: of the loss; None where it is not scaled.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        self.scale = None if strategy.scaling is None else LossScale.of(strategy.scaling)
+        self._policy = strategy.nonfinite
+        self._warned = False
+
+    def after_step(self, found: Found | None, loss: float, step: int, batch: Any, history: History) -> None:
+        """Note a step, and apply the policy if not all of its values were finite.
+
+        Args:
+            found: as of `described`; None if all values were finite.
+            loss: of the step.
+            step: its number.
+            batch: of the step; a `Batch` knows its place in the epoch.
+            history: gets the number of a step that was left out.
+
+        Raises:
+            NonFiniteError: the policy is "raise", and the scale of the loss is not the cause.
+        """
+        if found is None:
+            if self.scale is not None:
+                self.scale.no_overflow()
+            return
+        if self.scale is not None and self.scale.overflow(loss):
+            history.skipped.append(step)
+            return
+        self._warned = apply_policy(self._policy, found, loss, step, batch, warned=self._warned)
+        if self._policy == "skip":
+            history.skipped.append(step)
 
 
 def described(found: Found, loss: float, step_text: str) -> str:

@@ -80,6 +80,17 @@ def epsilon(name: str) -> float:
     return float(ml_dtypes.finfo(to_numpy(name)).eps) if is_float(name) else 0.0  # type: ignore[no-untyped-call]
 
 
+def is_normal(number: float, name: str) -> bool:
+    """Whether a floating type holds a number with all its digits: neither too large nor too close to zero.
+
+    Example:
+        >>> is_normal(-1e9, "bf16"), is_normal(-1e9, "f16"), is_normal(0.0, "f16"), is_normal(1e-12, "f16")
+        (True, False, True, False)
+    """
+    limits: Any = ml_dtypes.finfo(to_numpy(name))  # type: ignore[no-untyped-call]
+    return number == 0 or bool(float(limits.smallest_normal) <= abs(number) <= float(limits.max))
+
+
 def is_integer(number: object) -> bool:
     """Whether an object is a whole number of Python or NumPy, and no bool."""
     return isinstance(number, (int, np.integer)) and not isinstance(number, bool)

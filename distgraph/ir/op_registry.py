@@ -42,6 +42,9 @@ MatmulDims = tuple[int, int, int, int]
 Patches = tuple[float, float]
 """Number of elements of the patches, and number of their contiguous rows."""
 
+WIDE = "wide"
+"""Attribute of a product of 16-bit operands whose result is in f32, see `OpDef.wide`."""
+
 
 @dataclass(frozen=True, slots=True)
 class GradientContext:
@@ -159,6 +162,7 @@ class OpDef:
         traffic: bytes that the op reads and writes, where it is not all of its operands and results.
         every_micro_batch: whether the op runs in every micro-batch even if its operands are the same in all.
         micro: the kernel also takes `micro`, the number of the micro-batch (random ops).
+        wide: whether the op may have the attribute `WIDE`, which leaves a result of 16-bit operands in f32.
         workspace: `workspace(*arrays, **attrs)`: temporary bytes that the NumPy kernel allocates in addition
             to operands and results; it reads only shape, dtype and strides of the arrays. None means that no
             temporary memory grows with them. With `adds=True` it returns the bytes that `adds` needs, where
@@ -195,6 +199,7 @@ class OpDef:
     micro: bool = False
     adds: Kernel | None = None
     workspace: Callable[..., int] | None = None
+    wide: bool = False
 
 
 REGISTRY: dict[str, OpDef] = {}
@@ -295,6 +300,11 @@ def infer_results(kind: str, operands: Sequence[Value], attrs: Attrs) -> list[tu
     for value in operands[1:]:
         dtype = promote(dtype, value.dtype)
     return [(tuple(math.prod(rule.sizes[i] for i in dim) for dim in term), dtype) for term in rule.results]
+
+
+def product_dtype(dtype: str, attrs: Attrs) -> str:
+    """Dtype of the result of a product whose operands have one dtype."""
+    return "f32" if attrs.get(WIDE) else dtype
 
 
 def linear_groups(op: Op) -> Groups:
@@ -440,6 +450,7 @@ def workspace(kind: str, arrays: Sequence[Any], attrs: Attrs, results: Sequence[
         halves = 0
     if declared.workspace is None:
         return halves
+    attrs = {key: value for key, value in attrs.items() if key != WIDE}
     return halves + declared.workspace(*arrays, **attrs, **({"adds": True} if adds else {}))
 
 

@@ -90,18 +90,22 @@ def empty(xp: Namespace, out: Array | None, shape: Sequence[int], dtype: Any) ->
 def computed_in_f32(*follows: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorate a kernel so that half-precision operands are computed in float32 and rounded once.
 
+    With the attribute ``wide`` of an op the results are not rounded.
+
     Args:
         follows: for each result, the position of the operand whose dtype it has.
     """
 
     def decorate(kernel: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(kernel)
-        def run(xp: Namespace, *arrays: Array, out: Any = None, **attrs: Any) -> Any:
+        def run(xp: Namespace, *arrays: Array, out: Any = None, wide: bool = False, **attrs: Any) -> Any:
             dtypes = [getattr(a, "dtype", None) for a in arrays]
             if not any(d is not None and is_half(d) for d in dtypes):
                 return kernel(xp, *arrays, out=out, **attrs)
-            wide = [a if d is None else widen(xp, a) for a, d in zip(arrays, dtypes, strict=True)]
-            results = kernel(xp, *wide, **attrs)
+            widened = [a if d is None else widen(xp, a) for a, d in zip(arrays, dtypes, strict=True)]
+            if wide:
+                return kernel(xp, *widened, out=out, **attrs)
+            results = kernel(xp, *widened, **attrs)
             if not isinstance(results, tuple):
                 return store(xp, results, out, dtypes[follows[0]])
             outs = outputs(out, len(results))

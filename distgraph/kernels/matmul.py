@@ -207,7 +207,13 @@ def einsum(xp: Namespace, *operands: Array, spec: str, out: Array | None = None)
 
 
 def einsum_add(
-    xp: Namespace, *operands: Array, spec: str, out: Array, scale: float = 1.0, fresh: bool = False
+    xp: Namespace,
+    *operands: Array,
+    spec: str,
+    out: Array,
+    scale: float = 1.0,
+    fresh: bool = False,
+    wide: bool = False,
 ) -> Array:
     """out = scale * einsum where ``fresh``, else out + scale * einsum; one BLAS call for a matrix product."""
     terms, result = _parse(spec)
@@ -220,7 +226,7 @@ def einsum_add(
             right = blas_ready(operands[1].transpose(plan.order_b).reshape(plan.shape_b))
             if add_product(left, right, scale, 0.0 if fresh else 1.0, target):
                 return out
-    y = einsum(xp, *operands, spec=spec)
+    y = einsum(xp, *operands, spec=spec, wide=wide)
     y *= y.dtype.type(scale)
     if fresh:
         return store(xp, y, out)

@@ -11,7 +11,7 @@ from typing import Any
 from distgraph.errors import GraphError
 from distgraph.ir.graph import Op, Value
 from distgraph.ir.index_rule import Rule, make_rule
-from distgraph.ir.op_registry import Attrs, GradientContext, Groups, Shape, Shapes, define
+from distgraph.ir.op_registry import Attrs, GradientContext, Groups, Shape, Shapes, define, product_dtype
 from distgraph.kernels import matmul as kernels
 from distgraph.kernels import workspace
 from distgraph.tracing.tensor import Tensor, current_trace, emit_one
@@ -87,7 +87,7 @@ def infer_einsum(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, s
         raise GraphError(
             f"einsum {attrs['spec']!r} names {len(terms)} operands but {len(operands)} were given"
         )
-    dtype = _check_dtypes(operands)
+    dtype = product_dtype(_check_dtypes(operands), attrs)
     sizes = _index_sizes(terms, operands)
     return [(tuple(sizes[letter] for letter in right), dtype)]
 
@@ -138,12 +138,13 @@ define(
     cost="matmul",
     adds=kernels.einsum_add,
     workspace=workspace.einsum_workspace,
+    wide=True,
 )
 
 
 def _infer_matmul(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
     left, right = operands
-    dtype = _check_dtypes(operands)
+    dtype = product_dtype(_check_dtypes(operands), attrs)
     if len(left.shape) < 2 or len(right.shape) < 2:
         raise GraphError(f"operands {left.type} and {right.type} need two dims each; reshape the vector")
     if left.shape[-1] != right.shape[-2]:
@@ -194,6 +195,7 @@ define(
     linear=((0,), (1,)),
     cost="matmul",
     workspace=workspace.matmul_workspace,
+    wide=True,
 )
 
 

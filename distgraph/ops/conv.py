@@ -19,6 +19,7 @@ from distgraph.errors import GraphError
 from distgraph.ir.graph import Op, Value
 from distgraph.ir.index_rule import Rule, bind
 from distgraph.ir.op_registry import (
+    WIDE,
     Attrs,
     GradientContext,
     Local,
@@ -28,6 +29,7 @@ from distgraph.ir.op_registry import (
     Shapes,
     define,
     flops,
+    product_dtype,
 )
 from distgraph.kernels import conv as kernels
 from distgraph.kernels import pooling, workspace
@@ -216,7 +218,7 @@ def _guarded(kernel: Any, empty: Any, fill: float = 0.0) -> Any:
             return kernel(xp, *arrays, out=out, **attrs)
         shape = empty(*(a.shape for a in arrays), attrs)
         if out is None:
-            return xp.full(shape, fill, arrays[0].dtype)
+            return xp.full(shape, fill, "f4" if attrs.get(WIDE) else arrays[0].dtype)
         out[...] = fill
         return out
 
@@ -279,7 +281,7 @@ define(
     "conv_grad_weight",
     _grad_weight_rule,
     _guarded(kernels.conv_grad_weight, lambda x, dy, attrs: tuple(attrs["kernel_shape"])),
-    infer=lambda operands, attrs: [(tuple(attrs["kernel_shape"]), operands[0].dtype)],
+    infer=lambda operands, attrs: [(tuple(attrs["kernel_shape"]), product_dtype(operands[0].dtype, attrs))],
     flops=lambda op, rule: _flops(op.operands[1].shape, op.result.shape),
     linear=((0,), (1,)),
     reads=_reads_grad_weight,
@@ -288,6 +290,7 @@ define(
     matmul_dims=_matmul_dims(lambda shape: math.prod(shape[1:])),
     patches=lambda op: _patches(op, op.operands[0], op.result, op.operands[1]),
     workspace=workspace.conv_grad_weight,
+    wide=True,
 )
 
 

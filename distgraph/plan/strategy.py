@@ -13,6 +13,7 @@ from distgraph.ir.mesh import ProcessMesh, check_mesh
 from distgraph.plan.constraints import SEARCHED, SearchConstraints
 from distgraph.plan.decisions import Decisions
 from distgraph.plan.pipeline_schedules import schedule_names
+from distgraph.plan.precision import MixedPrecision, precision_of
 
 MODES = ("manual", "semi", *SEARCHED)
 REFINE = ("conflicts", "always", "never")
@@ -82,10 +83,14 @@ class Strategy:
             "-name" removes a pass, "name=other" puts another in its place. `distgraph inspect --list-passes`
             lists the passes; the engine refuses names that it does not have. A plan describes what completion
             decides: passes on serial graphs run before it is made and applied, those on later stages after.
+        precision: "bf16" or "fp16" to compute in 16 bits, with parameters, states and reduced gradients in
+            f32; a `dg.MixedPrecision` also says which ops do, and how the loss is scaled under fp16. None
+            computes in the types of the model. See docs/mixed_precision.md.
 
     Raises:
         ShardingError: an unknown mode, schedule, device, policy or axis; passes that are no list of changes;
             fewer than one micro-batch, or step between comparisons; a `zero` that is not 0 to 3;
+            an unknown precision, or one that does not fit mode or policy;
             a constraint of the search in a mode that does not search, or one that
             contradicts another; a budget below one, or without a search.
 
@@ -115,6 +120,7 @@ class Strategy:
     nonfinite: str = "raise"
     verify_replicas: int | None = None
     passes: Sequence[str] = ()
+    precision: str | MixedPrecision | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -145,6 +151,7 @@ class Strategy:
             )
         self._check_zero()
         self._check_passes()
+        self._check_precision()
         if self.mesh is not None:
             check_mesh("Strategy", self.mesh)
         if self.batch_axes and self.mesh is None:
@@ -174,6 +181,18 @@ class Strategy:
                 f'passes of Strategy is {given!r} but must be a list of "name", "-name" and "name=other"'
             )
         object.__setattr__(self, "passes", tuple(given))
+
+    def _check_precision(self) -> None:
+        if self.mixed is not None and self.mode == "mesh2d":
+            raise ShardingError(
+                'mode of Strategy is "mesh2d", whose algorithms add partial products in the type of the '
+                'operands, but precision is given; leave it out, or use mode "auto"'
+            )
+        if self.scaling is not None and self.nonfinite == "warn":
+            raise ShardingError(
+                'nonfinite of Strategy is "warn", which applies every update, but precision fp16 leaves out '
+                'those that overflow; use nonfinite="skip" or "raise", or precision="bf16"'
+            )
 
     def _check_budget(self, budget: int) -> None:
         if not is_integer(budget) or budget < 1:
@@ -216,6 +235,16 @@ class Strategy:
     def split(self) -> int:
         """`zero` of a program that is not searched."""
         return 0 if self.zero is None or self.mode in SEARCHED else self.zero
+
+    @property
+    def mixed(self) -> MixedPrecision | None:
+        """`precision` as an object. Raises ShardingError if it is none."""
+        return precision_of(self.precision)
+
+    @property
+    def scaling(self) -> MixedPrecision | None:
+        """`mixed` if the loss is scaled, else None."""
+        return self.mixed if self.mixed is not None and self.mixed.scales else None
 
     @property
     def start(self) -> Decisions:

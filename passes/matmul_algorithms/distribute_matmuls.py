@@ -11,8 +11,10 @@ Invariant: same values in the same layouts; contractions without an algorithm, o
 
 from __future__ import annotations
 
+from distgraph.errors import ShardingError
 from distgraph.ir.graph import Graph, Op
 from distgraph.ir.matmul_algorithm import CONTRACTIONS, MatmulAlgorithm
+from distgraph.ir.op_registry import WIDE
 from distgraph.passes.matmul_algorithms.product import product_of
 from distgraph.passes.matmul_algorithms.registry import find_matmul_algorithm
 from distgraph.passes.pass_registry import register_pass
@@ -23,7 +25,8 @@ def distribute_matmuls(graph: Graph) -> Graph:
     """Compute matrix products by annotated algorithms.
 
     Raises:
-        ShardingError: an algorithm does not exist, or does not fit the layouts or sizes of its contraction.
+        ShardingError: an algorithm does not exist, or does not fit the layouts, sizes or precision of its
+            contraction.
     """
     if not graph.algorithms:
         return graph
@@ -35,6 +38,11 @@ def distribute_matmuls(graph: Graph) -> Graph:
         if algorithm is None or rewrite is None or graph.attrs[op.name].mesh.size == 1:
             ops.append(op)
             continue
+        if op.attrs.get(WIDE):
+            raise ShardingError(
+                f"{op} adds 16-bit products in f32 but is computed by {algorithm.name}, which adds partial "
+                "products in their type; leave precision of Strategy or the algorithm out"
+            )
         product = product_of(graph, op, algorithm)
         rewrite(product, algorithm)
         product.join()

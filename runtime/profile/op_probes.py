@@ -25,10 +25,10 @@ from distgraph.ir.dtypes import is_float, to_numpy
 from distgraph.ir.graph import Graph
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.optim import SGD, Adam, AdamW, Optimizer
-from distgraph.passes.backward import differentiate
 from distgraph.passes.partition import LocalOp
 from distgraph.passes.pass_pipeline import pipeline, run_passes
 from distgraph.passes.pass_registry import PassContext
+from distgraph.passes.serial.backward import differentiate
 from distgraph.resources import Cluster, ComputeCost
 from distgraph.runtime.execute.worker import Worker
 from distgraph.runtime.forecast.op_cost import NOTHING, OpCost, Work

@@ -8,7 +8,7 @@ import pytest
 import distgraph as dg
 from distgraph import nn
 from distgraph.array_api.trace import trace
-from distgraph.passes.dead_code_elimination import prune
+from distgraph.passes.serial.dead_code_elimination import prune
 from distgraph.passes.split_tasks import phases
 
 

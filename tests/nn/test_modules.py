@@ -14,7 +14,7 @@ from distgraph.errors import GraphError, ShardingError
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.reference_interpreter import interpret
 from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
-from distgraph.passes.backward import differentiate
+from distgraph.passes.serial.backward import differentiate
 from distgraph.tracing.tracer import Trace
 
 

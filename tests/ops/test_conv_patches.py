@@ -11,7 +11,7 @@ from distgraph import ops
 from distgraph.ir.graph import Op
 from distgraph.kernels import conv as kernels
 from distgraph.passes.analysis.op_work import Work, work_of
-from distgraph.passes.backward import differentiate
+from distgraph.passes.serial.backward import differentiate
 from distgraph.tracing.tracer import Trace
 
 CASES = {

@@ -175,7 +175,7 @@ def test_operands_that_do_not_fit_are_refused_with_both_sides(call: Any, message
 
 
 def test_a_gradient_through_row_statistics_is_refused() -> None:
-    from distgraph.passes.backward import differentiate
+    from distgraph.passes.serial.backward import differentiate
 
     trace = Trace()
     with trace.activate():

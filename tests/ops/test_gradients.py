@@ -11,7 +11,7 @@ import pytest
 from distgraph import ops
 from distgraph.errors import GraphError
 from distgraph.ir.reference_interpreter import interpret
-from distgraph.passes.backward import differentiate
+from distgraph.passes.serial.backward import differentiate
 from distgraph.tracing.tracer import Trace
 
 

@@ -13,7 +13,7 @@ from distgraph.ir.reference_interpreter import interpret
 from distgraph.ir.sharding_spec import ShardSpec
 from distgraph.kernels.random import random_key
 from distgraph.nn.initializers import materialize
-from distgraph.passes.backward import differentiate
+from distgraph.passes.serial.backward import differentiate
 from distgraph.tracing.tracer import Trace
 
 

@@ -94,7 +94,7 @@ def test_an_endless_loop_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_loop_has_no_gradient() -> None:
-    from distgraph.passes.backward import differentiate
+    from distgraph.passes.serial.backward import differentiate
 
     builder = Trace()
     with builder.activate():
@@ -106,7 +106,7 @@ def test_a_loop_has_no_gradient() -> None:
 
 def test_a_loop_over_a_stopped_value_needs_no_gradient() -> None:
     """What the loop returns is a constant for the gradient, so the program trains."""
-    from distgraph.passes.backward import differentiate
+    from distgraph.passes.serial.backward import differentiate
 
     builder = Trace()
     with builder.activate():

@@ -23,9 +23,9 @@ from distgraph.ir.op_registry import rule_of
 from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
 from distgraph.ir.verifier import verify
 from distgraph.passes.assign_meshes import place
-from distgraph.passes.backward import differentiate
 from distgraph.passes.complete import complete
 from distgraph.passes.propagate_shardings import _class_of, propagate
+from distgraph.passes.serial.backward import differentiate
 from distgraph.runtime.program.build import Build, build
 from distgraph.tracing.tensor import Tensor
 from distgraph.tracing.tracer import Trace

@@ -20,11 +20,11 @@ from distgraph.engine import Engine
 from distgraph.ir.graph import Graph
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
-from distgraph.passes.backward import differentiate
 from distgraph.passes.complete import complete
 from distgraph.passes.lower import lower
 from distgraph.passes.reshard import reshard
 from distgraph.passes.search.modes.propagation import pins
+from distgraph.passes.serial.backward import differentiate
 from distgraph.plan.plan import Plan
 from distgraph.plan.strategy import Strategy
 from distgraph.tracing.tensor import Tensor, emit_one

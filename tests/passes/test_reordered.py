@@ -20,10 +20,10 @@ from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.parser import parse_graph, print_graph, same_graph
 from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
 from distgraph.ir.verifier import verify
-from distgraph.passes.backward import differentiate
 from distgraph.passes.complete import complete
 from distgraph.passes.layout_local_search import refine
 from distgraph.passes.redistribution.halo import halo_tiles, inside_window, nearest
+from distgraph.passes.serial.backward import differentiate
 from distgraph.runtime.program.build import Build, build
 from distgraph.tracing.tracer import Trace
 

@@ -26,7 +26,6 @@ from distgraph.ir.graph import Graph
 from distgraph.ir.matmul_algorithm import MatmulAlgorithm
 from distgraph.ir.sharding_spec import ShardSpec
 from distgraph.models import GPT, GPTConfig
-from distgraph.passes.backward import differentiate
 from distgraph.passes.complete import complete
 from distgraph.passes.search.modes.mesh2d import (
     annotate,
@@ -35,6 +34,7 @@ from distgraph.passes.search.modes.mesh2d import (
     shapes,
 )
 from distgraph.passes.search.modes.weight_stationary import Group, weight_stationary_groups
+from distgraph.passes.serial.backward import differentiate
 from distgraph.plan.constraints import SearchConstraints
 from distgraph.tracing.tracer import Trace
 

@@ -15,7 +15,8 @@ def strategy_pipeline(strategy: Strategy) -> Pipeline:
     """The passes of a compilation under a strategy. Raises ShardingError if its `passes` do not fit."""
     first = ("choose_completion=complete",) if strategy.refine == "never" else ()
     zero = ("shard_gradients", "gather_parameters")[: max(0, strategy.split - 1)]
-    return pipeline((*first, *zero, *strategy.passes))
+    precision = () if strategy.mixed is None else ("mixed_precision",)
+    return pipeline((*first, *precision, *zero, *strategy.passes))
 
 
 def complete_with(strategy: Strategy, serial: Graph) -> Graph:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from distgraph.engine.compile.loss_scaling import scaled_loss, unscaled
 from distgraph.engine.compile.strategy_passes import strategy_pipeline
 from distgraph.engine.data import POSITION, Field
 from distgraph.engine.validation import check_call
@@ -24,8 +25,10 @@ from distgraph.ir.graph import Graph
 from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
 from distgraph.nn import Module, Parameter
 from distgraph.optim import Optimizer
-from distgraph.passes.backward import differentiate
 from distgraph.passes.pass_pipeline import run_passes
+from distgraph.passes.pass_registry import PassContext
+from distgraph.passes.serial.backward import differentiate
+from distgraph.plan.precision import MixedPrecision
 from distgraph.plan.strategy import Strategy
 from distgraph.tracing.tensor import Tensor, emit_one
 from distgraph.tracing.tracer import Trace
@@ -89,14 +92,17 @@ class TrainingSpec:
             if mode == "train":
                 assert self.optimizer is not None
                 trace.recompute(recompute)
-                pairs = _gradients(trace, outputs["loss"], layouts)
-                self.optimizer.update(trace, pairs)
+                scaled = self.strategy.scaling is not None
+                loss = scaled_loss(trace, outputs["loss"]) if scaled else outputs["loss"]
+                pairs = _gradients(trace, loss)
+                self.optimizer.update(trace, unscaled(trace, pairs) if scaled else pairs)
             if mode != "predict":
                 outputs = {label: emit_one("accumulate", value) for label, value in outputs.items()}
             _annotate_stored(trace, layouts)
         self.parameters.update(trace.parameters)
         passes = strategy_pipeline(self.strategy).reaching("serial") if pruned else ()
-        graph: Graph = run_passes(trace.finish(outputs), passes, verified=False)
+        context = PassContext(precision=self.strategy.mixed or MixedPrecision())
+        graph: Graph = run_passes(trace.finish(outputs), passes, context, verified=False)
         if self.strategy.mode == "manual":
             _check_manual(graph)
         return graph
@@ -220,7 +226,7 @@ def arguments(model: Callable[..., Any]) -> tuple[str, ...] | None:
     return tuple(p.name for p in parameters if p.kind is not p.VAR_POSITIONAL)
 
 
-def _gradients(trace: Trace, loss: Tensor, layouts: Mapping[str, DistAttr]) -> list[tuple[Tensor, Tensor]]:
+def _gradients(trace: Trace, loss: Tensor) -> list[tuple[Tensor, Tensor]]:
     """(parameter, its gradient over the whole step) of every trainable parameter."""
     sources = [op for op in trace.ops if op.kind == "param" and op.attrs.get("trainable", True)]
     if not sources:

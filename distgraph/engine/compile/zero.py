@@ -94,9 +94,10 @@ def _completed_again(serial: Graph, completed: Graph, pinned: dict[str, DistAttr
     attrs = {**serial.attrs, **pinned}
     placements: dict[str, ProcessMesh] = dict(serial.placements)
     before = {op.name: op for op in completed.ops}
+    changed = _changed_parameters(serial)
     for op in serial.ops:
         known = before.get(op.name)
-        if known is None or known.layout is None:
+        if known is None or known.layout is None or op.name in changed:
             continue
         if op.kind not in ("input", "param") and (op.role != "forward" or op.kind in SOURCES):
             continue
@@ -110,3 +111,13 @@ def _completed_again(serial: Graph, completed: Graph, pinned: dict[str, DistAttr
         replace(serial, attrs=attrs, placements=placements), ("complete",), verified=False
     )
     return replace(again, lost=completed.lost)
+
+
+def _changed_parameters(serial: Graph) -> set[str]:
+    """Names of values that are made of one parameter alone, such as a cast; computed on its parts."""
+    parameters = {op.name for op in serial.sources("param")}
+    changed: set[str] = set()
+    for op in serial.ops:
+        if len(op.operands) == 1 and op.operands[0].name in parameters | changed:
+            changed.update(value.name for value in op.results)
+    return changed

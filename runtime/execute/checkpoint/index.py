@@ -103,6 +103,8 @@ class Training(Entry):
     Attributes:
         run: identifier of a training and of trainings resumed from its checkpoints.
         skipped: steps whose gradients were not finite and were not applied.
+        loss_scale: factor of the loss under precision fp16, and steps without overflow since it changed;
+            empty otherwise.
     """
 
     distgraph: str
@@ -117,6 +119,7 @@ class Training(Entry):
     epochs: list[dict[str, Number]]
     means: Annotated[tuple[dict[str, list[Number]], Count], BeforeValidator(_pair)]
     skipped: list[Count]
+    loss_scale: list[Number] = Field(default_factory=list)
 
 
 class Index(Training):

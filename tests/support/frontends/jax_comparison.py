@@ -13,7 +13,7 @@ from distgraph import ops
 from distgraph.ir.dtypes import is_float
 from distgraph.ir.graph import Graph
 from distgraph.ir.reference_interpreter import interpret
-from distgraph.passes.backward import differentiate
+from distgraph.passes.serial.backward import differentiate
 from distgraph.tracing.tracer import Trace
 
 jax: Any = pytest.importorskip("jax")

@@ -13,7 +13,7 @@ import distgraph as dg
 from distgraph import ops
 from distgraph.ir.dtypes import is_float
 from distgraph.ir.reference_interpreter import interpret
-from distgraph.passes.backward import differentiate
+from distgraph.passes.serial.backward import differentiate
 from distgraph.tracing.tracer import Trace
 
 torch: Any = pytest.importorskip("torch")

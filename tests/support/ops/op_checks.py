@@ -33,7 +33,7 @@ from distgraph.ir.op_registry import (
 )
 from distgraph.ir.reference_interpreter import interpret
 from distgraph.ir.sharding_spec import ShardSpec
-from distgraph.passes.backward import differentiate
+from distgraph.passes.serial.backward import differentiate
 from distgraph.tracing.tensor import emit
 from distgraph.tracing.tracer import Trace
 

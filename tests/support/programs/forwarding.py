@@ -12,8 +12,8 @@ from distgraph import ops
 from distgraph.ir.graph import Graph
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
-from distgraph.passes.backward import differentiate
 from distgraph.passes.complete import complete
+from distgraph.passes.serial.backward import differentiate
 from distgraph.tracing.tensor import Tensor
 from distgraph.tracing.tracer import Trace
 

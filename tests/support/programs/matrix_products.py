@@ -12,9 +12,9 @@ from distgraph.ir.graph import Graph
 from distgraph.ir.matmul_algorithm import MatmulAlgorithm
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
-from distgraph.passes.backward import differentiate
 from distgraph.passes.complete import complete
-from distgraph.passes.dead_code_elimination import prune
+from distgraph.passes.serial.backward import differentiate
+from distgraph.passes.serial.dead_code_elimination import prune
 from distgraph.tracing.annotations import shard_op, shard_tensor
 from distgraph.tracing.tracer import Trace
 

@@ -15,8 +15,8 @@ from distgraph import ops
 from distgraph.ir.graph import Graph
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
-from distgraph.passes.backward import differentiate
-from distgraph.passes.dead_code_elimination import prune
+from distgraph.passes.serial.backward import differentiate
+from distgraph.passes.serial.dead_code_elimination import prune
 from distgraph.tracing.tensor import Tensor, emit
 from distgraph.tracing.tracer import Trace
 

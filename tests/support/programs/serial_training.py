@@ -15,7 +15,7 @@ from distgraph.ir.reference_interpreter import interpret
 from distgraph.kernels.random import random_key
 from distgraph.nn.initializers import materialize
 from distgraph.optim import Optimizer
-from distgraph.passes.backward import differentiate
+from distgraph.passes.serial.backward import differentiate
 from distgraph.tracing.tracer import Trace
 
 

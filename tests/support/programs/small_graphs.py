@@ -8,7 +8,7 @@ from distgraph import ops, optim
 from distgraph.ir.graph import Graph
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
-from distgraph.passes.backward import differentiate
+from distgraph.passes.serial.backward import differentiate
 from distgraph.tracing.tensor import Tensor
 from distgraph.tracing.tracer import Trace
 
