@@ -36,6 +36,11 @@ _HOMES = {
     "MixedPrecision": "distgraph.plan.precision",
     "Engine": "distgraph.engine",
     "Strategy": "distgraph.plan.strategy",
+    "parallelize": "distgraph.engine.functional",
+    "grad": "distgraph.engine.functional",
+    "value_and_grad": "distgraph.engine.functional",
+    "mark_pipeline_boundary": "distgraph.engine.functional",
+    "tree_map": "distgraph.engine.functional",
 }
 _MODULES = {
     "errors": "distgraph.errors",

@@ -98,7 +98,7 @@ class TrainingSpec:
                 self.optimizer.update(trace, unscaled(trace, pairs) if scaled else pairs)
             if mode != "predict":
                 outputs = {label: emit_one("accumulate", value) for label, value in outputs.items()}
-            _annotate_stored(trace, layouts)
+            annotate_stored(trace, layouts)
         self.parameters.update(trace.parameters)
         passes = strategy_pipeline(self.strategy).reaching("serial") if pruned else ()
         context = PassContext(precision=self.strategy.mixed or MixedPrecision())
@@ -243,7 +243,7 @@ def _gradients(trace: Trace, loss: Tensor) -> list[tuple[Tensor, Tensor]]:
     return pairs
 
 
-def _annotate_stored(trace: Trace, layouts: Mapping[str, DistAttr]) -> None:
+def annotate_stored(trace: Trace, layouts: Mapping[str, DistAttr]) -> None:
     """Annotate parameters and states with their stored layouts: all programs share the blocks."""
     for op in trace.ops:
         if op.kind in ("param", "state") and op.name not in trace.attrs:

@@ -1,0 +1,1 @@
+"""Checkpoints of an engine: loading them, and which of them are kept."""
