@@ -11,7 +11,7 @@ program.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -45,6 +45,7 @@ from distgraph.serialization.documents import dumps, parse_json, read_json
 
 if TYPE_CHECKING:
     from distgraph.plan.apply.distributed_module import DistributedModule
+    from distgraph.plan.apply.jax_application import DistributedFunction
 
 __all__ = [
     "Plan", "Comparison", "Program", "Stage", "Layer", "Stored", "Computed", "LayerOps", "Estimate",
@@ -194,6 +195,26 @@ class Plan(Decisions):
         from distgraph.plan.apply.torch_application import apply_to_torch  # noqa: PLC0415 (imports torch)
 
         return apply_to_torch(self, module, optimizer, device_mesh, example_inputs)
+
+    def apply_to_jax(self, function: Callable[..., Any], mesh: Any = None) -> DistributedFunction:
+        """A function of JAX that is compiled with the plan's shardings: docs/apply.md.
+
+        Args:
+            function: (params, *inputs) -> outputs, for which the plan was made with
+                `frontends.jax.import_function`.
+            mesh: a `jax.sharding.Mesh` with the plan's axes; by default on the first devices of JAX.
+
+        Returns:
+            a function of the same arguments, with `place` for parameters, `param_shardings`, and `notes`
+            about what JAX does in another way.
+
+        Raises:
+            GraphError, ShardingError: the plan cannot be applied; it has several stages, or other axes.
+            ResourceError: JAX has too few devices.
+        """
+        from distgraph.plan.apply.jax_application import apply_to_jax  # noqa: PLC0415 (imports jax)
+
+        return apply_to_jax(self, function, mesh)
 
     # Questions
 
