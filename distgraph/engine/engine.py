@@ -13,8 +13,8 @@ import numpy as np
 import distgraph
 from distgraph.engine.callback_events import watching
 from distgraph.engine.callbacks import Callback, ProgressBar
-from distgraph.engine.checkpoints.loading import Loaded, blocks_of, check_records, unread_of, verify_files
 from distgraph.engine.checkpoints.checkpoint_retention import Checkpoints
+from distgraph.engine.checkpoints.loading import Loaded, blocks_of, check_records, unread_of, verify_files
 from distgraph.engine.commands.interrupt import deferred
 from distgraph.engine.commands.overrides import cluster_given, plan_for
 from distgraph.engine.commands.script_runner import offer_program, offer_step
