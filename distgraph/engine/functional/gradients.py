@@ -16,7 +16,7 @@ from distgraph.engine.functional.pytrees import leaves, map_leaves
 from distgraph.errors import GraphError
 from distgraph.ir.dtypes import is_float
 from distgraph.ir.mesh import ProcessMesh
-from distgraph.passes.backward import differentiate
+from distgraph.passes.serial.backward import differentiate
 from distgraph.tracing.tensor import Tensor
 from distgraph.tracing.tracer import Trace
 
