@@ -146,6 +146,21 @@ def test_outputs_of_transformers_have_their_names_and_train() -> None:
     np.testing.assert_allclose(engine_losses(engine, batches), theirs, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_generated_tokens_are_those_of_transformers(name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    make, _ = TRANSFORMERS[name]
+    net = make(transformers).double().eval()
+    for parameter in net.parameters():
+        parameter.data *= 3  # so that no two logits are alike
+    prompts = ids(2, 5)
+    whole = {"attention_mask": torch.ones_like(prompts), "pad_token_id": 0, "eos_token_id": None}
+    expected = net.generate(prompts, max_new_tokens=8, do_sample=False, **whole)
+    engine = dg.Engine(dg.frontends.torch.import_module(net, {"input_ids": ids(2, 13)}))
+    assert [row.tolist() for row in engine.generate(prompts.numpy(), 8, length=13)] == expected.tolist()
+
+
 def mean_of_torch(logits: Any, labels: Any) -> Any:
     return torch.nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten())
 

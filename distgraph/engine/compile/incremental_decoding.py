@@ -15,6 +15,7 @@ positions) has no such program.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -35,7 +36,7 @@ def incremental_program(graph: Graph, tokens: str, width: int) -> Graph:
     """The program for `width` positions of a sequence.
 
     Args:
-        graph: serial prediction of a whole sequence; its only output is [b, n, v].
+        graph: serial prediction of a whole sequence; its only output, or that named logits, is [b, n, v].
         tokens: name of the input that holds the tokens, integers [b, n].
         width: positions a step, from 1 to n.
 
@@ -44,20 +45,21 @@ def incremental_program(graph: Graph, tokens: str, width: int) -> Graph:
         and two states [b, g, n, d] for each attention, which are updated.
 
     Raises:
-        GraphError: the output is not one tensor [b, n, v]; an op reads positions otherwise than causal
+        GraphError: there is no such output; an op reads positions otherwise than causal
             attention does.
     """
     (source,) = (op for op in graph.sources("input") if op.attrs["name"] == tokens)
-    labels = [label for label, _ in graph.outputs]
-    logits = graph.outputs[0][1]
-    length = source.result.shape[1]
-    if len(labels) != 1 or len(logits.shape) != 3 or logits.shape[:2] != source.result.shape:
+    named = dict(graph.outputs)
+    label = "logits" if "logits" in named else next(iter(named))
+    logits, length = named[label], source.result.shape[1]
+    unclear = len(named) > 1 and label != "logits"
+    if unclear or len(logits.shape) != 3 or logits.shape[:2] != source.result.shape:
         outputs = ", ".join(f"{label} {value.type}" for label, value in graph.outputs)
         raise GraphError(
             f"model returns {outputs} for tokens {source.result.type} but generation needs one tensor of "
-            f"logits [{source.result.shape[0]}, {length}, vocabulary]; return the logits alone"
+            f"logits [{source.result.shape[0]}, {length}, vocabulary], alone or named logits; return them so"
         )
-    return _Derivation(graph, source, width, length).program(logits)
+    return _Derivation(graph, source, width, length).program(label, logits)
 
 
 @dataclass(slots=True)
@@ -78,7 +80,7 @@ class _Derivation:
     starts: dict[tuple[int, int, str, ProcessMesh | None], Value] = field(default_factory=dict)
     dependent: set[str] = field(default_factory=set)  # values that depend on the tokens
 
-    def program(self, logits: Value) -> Graph:
+    def program(self, label: str, logits: Value) -> Graph:
         """The new program."""
         self.names = set(self.graph.values)
         self.dependent = {self.tokens.name}
@@ -98,7 +100,7 @@ class _Derivation:
         return replace(
             self.graph,
             ops=tuple(self.ops),
-            outputs=((self.graph.outputs[0][0], wanted),),
+            outputs=((label, wanted),),
             updates=tuple(self.updates),
             attrs=kept,
             placements=placed | self.placements,
@@ -130,7 +132,10 @@ class _Derivation:
         return value
 
     def _narrowed(self, value: Value, dim: int) -> Value:
-        """A value of which a dim runs over positions, at those of the step."""
+        """A value of which a dim runs over positions, at those of the step.
+
+        The positions may be the minor part of the dim, as where batch and sequence are joined in one dim.
+        """
         key = value.name, dim
         if key not in self.narrow:
             op = self.graph.producers[value.name]
@@ -138,6 +143,8 @@ class _Derivation:
                 self._attend(op, value, dim)
             elif op.kind in SOURCES:
                 self._cut(op, dim)
+            elif op.kind == "reshape":
+                self._narrow_reshape(op, dim)
             else:
                 self._narrow_op(op, value, dim)
         return self.narrow[key]
@@ -152,7 +159,7 @@ class _Derivation:
             for is_result, tensor, d in carriers
         )
         bound = rule.whole | rule.located | rule.sliding | rule.joint
-        if not index or not alone or index in bound or rule.sizes[index] != self.length:
+        if not index or not alone or index in bound or rule.sizes[index] % self.length:
             self._cut_or_refuse(op, value, dim)
             return
         dims = {(is_result, tensor): d for is_result, tensor, d in carriers}
@@ -169,13 +176,25 @@ class _Derivation:
         results = self._results(op, {tensor: d for (is_result, tensor), d in dims.items() if is_result})
         self._append(replace(op, operands=operands, results=results, attrs=attrs), op)
 
+    def _narrow_reshape(self, op: Op, dim: int) -> None:
+        """Positions are the same minor part of a dim of both shapes if equal sizes follow these dims."""
+        (operand,), after = op.operands, op.result.shape
+        before, rest = operand.shape, math.prod(after[dim + 1 :])
+        dims = [d for d, n in enumerate(before) if math.prod(before[d + 1 :]) == rest and not n % self.length]
+        if not dims:
+            self._cut_or_refuse(op, op.result, dim)
+            return
+        narrow = self._narrowed(operand, dims[0])
+        (result,) = self._results(op, {0: dim})
+        self._append(replace(op, operands=(narrow,), results=(result,), attrs={"shape": result.shape}), op)
+
     def _results(self, op: Op, dims: Mapping[int, int]) -> tuple[Value, ...]:
         """Results of an op at the positions of the step; those of ops on tokens keep their names."""
         results = []
         for number, value in enumerate(op.results):
             shape = list(value.shape)
             if number in dims:
-                shape[dims[number]] = self.width
+                shape[dims[number]] = shape[dims[number]] // self.length * self.width
             name = value.name if value.name in self.dependent else self._fresh(f"{value.name}.step")
             results.append(Value(name, tuple(shape), value.dtype))
             if number in dims:
@@ -190,6 +209,11 @@ class _Derivation:
     def _cut(self, op: Op, dim: int) -> None:
         """The tokens of the step; or the part of a table of positions that belongs to the step."""
         value = op.results[0]
+        if value.shape[dim] != self.length:
+            raise GraphError(
+                f"{op} has {value.shape[dim]} elements in dim {dim} but there are {self.length} positions; "
+                f"generation needs tables of positions to have one row for each"
+            )
         shape = (*value.shape[:dim], self.width, *value.shape[dim + 1 :])
         if op.name == self.tokens.name:
             cut = Value(value.name, shape, value.dtype)
