@@ -11,6 +11,7 @@ from distgraph.cli.calibrate import calibrate
 from distgraph.cli.check import check
 from distgraph.cli.checkpoint import app as checkpoint_app
 from distgraph.cli.cluster import cluster
+from distgraph.cli.discover import discover
 from distgraph.cli.export import export
 from distgraph.cli.forecast import forecast
 from distgraph.cli.inspect import inspect
@@ -34,6 +35,7 @@ app.command(context_settings=_UNKNOWN_TO_SCRIPT)(plan)
 app.command()(export)
 app.command(context_settings=_UNKNOWN_TO_SCRIPT)(forecast)
 app.command()(inspect)
+app.command()(discover)
 app.command()(profile)
 app.command()(calibrate)
 app.command()(cluster)
@@ -53,7 +55,7 @@ def common(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Make serial programs distributed: run, check, plan, forecast, inspect, profile, calibrate, tune."""
+    """Make serial programs distributed: run, check, plan, forecast, discover, profile, calibrate, tune."""
 
 
 def main() -> None:
