@@ -1,6 +1,6 @@
 """Probes of ops: small programs whose ops are timed one by one on a device.
 
-*In:* shapes.
+*In:* programs (see `probe_programs`).
 *Out:* for every op of a small program its `Work` and its seconds.
 *Invariant:* the timed code is the generated program with its buffers, so that each op finds caches and
 interpreter in the state that they have in training. Clocks are read between lines; nothing else is added. A
@@ -12,57 +12,28 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Final
 
 import numpy as np
 
-from distgraph import nn, ops
-from distgraph.array_api.trace import trace
 from distgraph.ir.dtypes import is_float, to_numpy
 from distgraph.ir.graph import Graph
 from distgraph.ir.mesh import ProcessMesh
-from distgraph.optim import SGD, Adam, AdamW, Optimizer
 from distgraph.passes.partition import LocalOp
-from distgraph.passes.pass_pipeline import pipeline, run_passes
+from distgraph.passes.pass_pipeline import run_passes
 from distgraph.passes.pass_registry import PassContext
-from distgraph.passes.serial.backward import differentiate
 from distgraph.resources import Cluster, ComputeCost
 from distgraph.runtime.execute.worker import Worker
 from distgraph.runtime.forecast.op_cost import NOTHING, OpCost, Work
 from distgraph.runtime.program.build import build
 from distgraph.runtime.program.compiled_task import CompiledTask
-from distgraph.tracing.tensor import Tensor, emit_one
-from distgraph.tracing.tracer import Trace
 
 _LINE: Final = re.compile(r"  # %([^,\s]+)")  # the comment of a line names its results
-MATMUL_SHAPES: Final = (
-    *((n, n, n) for n in (8, 32, 64, 128, 256, 512, 1024)),
-    *((4096, 32, 32), (32, 4096, 32), (32, 32, 4096), (2048, 128, 512), (512, 2048, 128), (128, 512, 2048)),
-    *((8, 1024, 1024), (1024, 8, 1024), (1024, 1024, 8), (1000, 10, 64), (64, 1000, 10), (200, 72, 16)),
-)
-"""m, n, k: square, tall, wide, flat and thin."""
-IMAGE_SHAPES: Final = (
-    (2, 8, 8),
-    (8, 16, 8),
-    (8, 32, 8),
-    (32, 32, 8),
-    (4, 32, 32),
-    (16, 64, 16),
-    (64, 64, 16),
-    (64, 128, 16),
-)
-"""Batch, channels and edge of images: convolutions of 5e3 to 6e8 FLOP."""
-TEXT_SHAPES: Final = ((1, 16, 32), (4, 32, 64), (8, 64, 128), (16, 64, 128), (32, 64, 128), (8, 64, 256))
-"""Batch, length and width of texts."""
 CLOCKS: Final = (time.perf_counter, time.thread_time)
 """Wall clock and CPU clock."""
 _SHORT_OP: Final = 1e-4  # seconds up to which an op is timed by the wall clock
-_MICRO: Final = 4  # micro-batches of the probes with several
-STREAM_SIZES: Final = tuple(2**power for power in range(8, 25, 2))
-"""Elements: 1 KiB to 64 MiB of f32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,117 +49,6 @@ class Probe:
     name: str
     graph: Callable[[], Graph]
     micro_batches: int = 1
-
-
-def probes() -> tuple[Probe, ...]:
-    """All programs that a profile runs, quick ones first."""
-    programs = []
-    for dtype in ("f32", "f64"):
-        small = [shape for shape in MATMUL_SHAPES if np.prod(shape) <= 2**22]
-        large = [shape for shape in MATMUL_SHAPES if np.prod(shape) > 2**22]
-        programs.append(Probe(f"matmul/{dtype}/small", partial(_products, dtype, small)))
-        named = {f"matmul/{dtype}/{'x'.join(map(str, shape))}": shape for shape in large}
-        programs += [Probe(name, partial(_products, dtype, [shape])) for name, shape in named.items()]
-    for batch, length, width in TEXT_SHAPES:
-        programs.append(
-            Probe(f"transformer/{batch}x{length}x{width}", partial(_transformer, batch, length, width))
-        )
-    for batch, channels, edge in IMAGE_SHAPES:
-        name = f"convolution/{batch}x{channels}x{edge}"
-        programs.append(Probe(name, partial(_convolution, batch, channels, edge)))
-    for batch, width in ((8, 64), (8, 128), (24, 256), (64, 512)):
-        programs.append(Probe(f"perceptron/{batch}x{width}", partial(_perceptron, batch, width)))
-    programs += [
-        Probe("transformer/micro", partial(_transformer, 4, 32, 64), _MICRO),
-        Probe("convolution/micro", partial(_convolution, 8, 32, 8), _MICRO),
-        Probe("perceptron/micro", partial(_perceptron, 24, 256), _MICRO),
-    ]
-    programs += [Probe(f"stream/{size}", partial(_streams, size)) for size in STREAM_SIZES]
-    return tuple(programs)
-
-
-def _products(dtype: str, shapes: Sequence[tuple[int, int, int]]) -> Graph:
-    inputs = [((m, k), dtype) for m, _, k in shapes] + [((k, n), dtype) for _, n, k in shapes]
-
-    def program(*tensors: Tensor) -> Any:
-        half = len(shapes)
-        return tuple(ops.matmul(a, b) for a, b in zip(tensors[:half], tensors[half:], strict=True))
-
-    return trace(program, *inputs, name="matmul")
-
-
-def _streams(size: int) -> Graph:
-    """Elementwise ops and lookups on `size` elements."""
-    width = min(size // 16, 256)  # 16 rows at least: ids go up to 9
-    rows = size // width
-
-    def program(x: Tensor, y: Tensor, ids: Tensor) -> Any:
-        return x + y, x * y, ops.relu(x), ops.embedding(x, ids)
-
-    return trace(program, ((rows, width), "f32"), ((rows, width), "f32"), ((rows,), "i32"), name="stream")
-
-
-class _LanguageModel(nn.Module):
-    def __init__(self, length: int, width: int) -> None:
-        self.token, self.place = nn.Embedding(256, width), nn.Parameter((length, width))
-        self.block = nn.TransformerBlock(width, max(1, width // 32), dropout=0.1)
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256)
-
-    def forward(self, text: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.norm(self.block(self.token(text) + self.place)))
-        return logits
-
-
-class _ImageModel(nn.Module):
-    def __init__(self, channels: int, edge: int) -> None:
-        self.first = nn.Conv2d(1, channels // 2, 3, padding=1)
-        self.second = nn.Conv2d(channels // 2, channels, 3, padding=1)
-        self.third = nn.Conv2d(channels, channels // 8, 3, padding=1)  # as many patches for few FLOPs
-        self.pool, self.dropout = nn.MaxPool2d(2), nn.Dropout(0.2)
-        self.up, self.down = nn.Linear(channels // 8 * (edge // 4) ** 2, 64), nn.Linear(64, 10)
-
-    def forward(self, images: Tensor) -> Tensor:
-        x = self.pool(ops.relu(self.first(images)))
-        x = self.pool(ops.relu(self.third(ops.relu(self.second(x)))))
-        logits: Tensor = self.down(self.dropout(ops.relu(self.up(nn.Flatten()(x)))))
-        return logits
-
-
-def _transformer(batch: int, length: int, width: int) -> Graph:
-    text = ((batch, length), "i32")
-    return _training(_LanguageModel(length, width), (text, text), AdamW(clip_norm=1.0))
-
-
-def _convolution(batch: int, channels: int, edge: int) -> Graph:
-    images = ((batch, 1, edge, edge), "f32")
-    return _training(_ImageModel(channels, edge), (images, ((batch,), "i32")), Adam())
-
-
-def _perceptron(batch: int, width: int) -> Graph:
-    model = nn.Sequential(
-        nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 10)
-    )
-    return _training(model, (((batch, 64), "f32"), ((batch,), "i32")), SGD(lr=1e-3, momentum=0.9))
-
-
-def _training(model: nn.Module, batch: Sequence[tuple[tuple[int, ...], str]], optimizer: Optimizer) -> Graph:
-    """One step of training: forward, backward, update."""
-    steps = Trace("train")
-    steps.training = True
-    nn.module.name_tree(model)
-    with steps.activate():
-        x, target = (
-            steps.source("input", name, *kind) for name, kind in zip(("x", "target"), batch, strict=True)
-        )
-        loss = nn.CrossEntropy()(model(x), target)
-        parameters = [Tensor(op.result, steps) for op in steps.ops if op.kind == "param"]
-        gradients = differentiate(steps, loss, parameters)
-        with steps.within(role="backward"):
-            pairs = [(p, emit_one("accumulate", g)) for p, g in zip(parameters, gradients, strict=True)]
-        optimizer.update(steps, pairs)
-        traced = steps.finish({"loss": emit_one("accumulate", loss)})
-        graph: Graph = run_passes(traced, pipeline().reaching("serial"), verified=False)
-        return graph
 
 
 class PreparedProbe:

@@ -38,7 +38,8 @@ from distgraph.runtime.launch.mpi_rank import current_transport, ranks_of_job
 from distgraph.runtime.profile import collective_probes
 from distgraph.runtime.profile.cost_fitting import ComputeFit, LinkFit, Message, fit_compute, fit_links
 from distgraph.runtime.profile.measurements import read_measurements
-from distgraph.runtime.profile.op_probes import PreparedProbe, probes
+from distgraph.runtime.profile.op_probes import PreparedProbe
+from distgraph.runtime.profile.probe_programs import probes
 from distgraph.runtime.profile.resource_writer import Measured, write_measured
 from distgraph.runtime.profile.shared_cores import CoreSharing, HostProbe, HostProbes, host_times
 from distgraph.runtime.transport.mpi import MpiTransport
@@ -47,7 +48,7 @@ from distgraph.serialization.documents import refuse, shown
 
 _REPEATS: Final = 15
 _SAVE_SECONDS: Final = 1.0
-_FORMAT: Final = 3  # of the store
+_FORMAT: Final = 4  # of the store
 _CACHED_BYTES: Final = 32 * 2**20  # a larger program is compiled again for every run
 _SCRIPT: Final = """from distgraph.runtime.profile.profiler import rank_main
 from {module} import {name}

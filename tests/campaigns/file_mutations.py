@@ -357,7 +357,7 @@ def _measured() -> list[Sample]:
         "|all_reduce/0-1/1024": {"message": send, "runs": [[3e-5]]},
         "|all_reduce/0-1/4096": {"message": {**send, "nbytes": 4096}, "runs": [[5e-5]]},
     }
-    header = {"source": "", "ranks": 2, "places": "1 ranks a core", "format": 3}
+    header = {"source": "", "ranks": 2, "places": "1 ranks a core", "format": 4}
     text = json.dumps({"header": header, "runs": entries}, indent=1)
     return [
         Sample("timeline", "timeline.json", timeline, _timeline),

@@ -24,7 +24,7 @@ from distgraph.runtime.profile.cost_fitting import (
     fit_tables,
     robust,
 )
-from distgraph.runtime.profile.op_probes import probes
+from distgraph.runtime.profile.probe_programs import probes
 
 
 def disturbed(seconds: np.ndarray, noise: float = 0.03, every: int = 11) -> np.ndarray:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 from functools import partial
 from itertools import count
 
 import pytest
+from support.paths import BENCHMARKS, ROOT
 
 from distgraph.ir.op_registry import flops as flops_of
 from distgraph.resources import load_cluster
 from distgraph.runtime.profile import op_probes as probing
-from distgraph.runtime.profile.op_probes import PreparedProbe, probes
+from distgraph.runtime.profile import probe_programs as programs
+from distgraph.runtime.profile.op_probes import PreparedProbe
+from distgraph.runtime.profile.probe_programs import probes
 
 
 def test_probe_times_every_op_that_costs() -> None:
@@ -23,8 +27,8 @@ def test_probe_times_every_op_that_costs() -> None:
     assert ops.count("momentum") == 6  # a weight and a bias of each of three layers
     assert {"matmul", "einsum", "relu", "relu_grad", "cross_entropy_grad"} <= set(ops)
     first = timed.works[ops.index("matmul")]
-    assert first.dims == (1, 8, 64, 64)
-    assert first.flops == 2 * 8 * 64 * 64
+    assert first.dims == (1, 24, 112, 56)
+    assert first.flops == 2 * 24 * 112 * 56
 
 
 def test_probe_of_micro_batches_meets_the_kernels_that_add() -> None:
@@ -47,7 +51,7 @@ def test_long_ops_take_their_cpu_time_and_short_ones_wall_time(
     clocks = tuple(partial(next, count(0.0, step)) for step in (wall, 2e-4))
     monkeypatch.setattr(probing, "CLOCKS", clocks)
     monkeypatch.setattr(probing, "_clock_seconds", lambda clock: 0.0)
-    probe = next(probe for probe in probes() if probe.name == "perceptron/8x64")
+    probe = next(probe for probe in probes() if probe.name == "perceptron/24x112")
     seconds = PreparedProbe(probe, load_cluster("local")).run()
     assert seconds == pytest.approx([taken] * len(seconds))
 
@@ -56,5 +60,32 @@ def test_convolutions_are_met_at_sizes_that_train() -> None:
     """What starting one costs hides the rates of small ones."""
     graphs = [probe.graph() for probe in probes() if probe.name.startswith("convolution")]
     flops = [flops_of(op) for graph in graphs for op in graph.ops if op.kind == "conv"]
-    assert min(flops) < 1e5
-    assert max(flops) == 2 * 64 * 8 * 8 * 64 * 128 * 9
+    assert min(flops) < 1e6
+    assert max(flops) > 1e8
+
+
+def test_no_probe_has_a_length_of_a_benchmark_or_of_a_tutorial() -> None:
+    """From 48 on: shorter ones, such as batches and channels of images, are in every program."""
+    files = [
+        *(ROOT / "tutorials").glob("*.py"),
+        *(BENCHMARKS / n for n in ("own_forecast.py", "real_plans.py")),
+    ]
+    nodes = (node for file in files for node in ast.walk(ast.parse(file.read_text())))
+    written = {node.value for node in nodes if isinstance(node, ast.Constant) and type(node.value) is int}
+    grids = {*programs.LENGTHS, *programs.STREAM_SIZES}
+    shapes = (probe.name.partition("/")[2].split("x") for probe in probes())
+    grids |= {int(part) for shape in shapes for part in shape if part.isdigit()}
+    assert {length for length in grids if length >= 48} & written == set()
+    assert {128, 256, 512} <= written
+
+
+def test_every_class_of_ops_is_met_with_little_and_with_much_work() -> None:
+    kinds: dict[str, list[int]] = {}
+    for probe in probes():
+        if probe.name.startswith(("selection", "residual/10x24x20", "transformer/20x12x24")):
+            for op in probe.graph().ops:
+                kinds.setdefault(op.kind, []).append(sum(value.nbytes for value in op.operands))
+    ordering = {"sort", "argsort", "top_k", "cumsum", "argmax"}
+    moving = {"scatter_add", "take", "one_hot", "pick", "concat", "pad", "transpose"}
+    assert ordering | moving | {"reduce_sum", "reduce_max", "conv", "attention", "embedding"} <= set(kinds)
+    assert all(max(kinds[kind]) > 1e3 * min(kinds[kind]) for kind in ordering | {"scatter_add", "reduce_max"})

@@ -20,7 +20,8 @@ from distgraph.runtime.profile import profiler as profiling
 from distgraph.runtime.profile.collective_probes import (
     MESSAGE_WORK,
 )
-from distgraph.runtime.profile.op_probes import PreparedProbe, probes
+from distgraph.runtime.profile.op_probes import PreparedProbe
+from distgraph.runtime.profile.probe_programs import probes
 from distgraph.runtime.profile.profiler import Request, Store, evaluate, profile
 from distgraph.runtime.profile.resource_writer import write_measured
 
@@ -30,7 +31,7 @@ def fewer(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = tuple(
         p
         for p in probes()
-        if p.name in ("matmul/f32/small", "perceptron/8x64", "stream/256", "stream/65536", "stream/262144")
+        if p.name in ("matmul/f32/small", "perceptron/24x112", "stream/192", "stream/49152", "stream/786432")
     )
     monkeypatch.setattr(profiling, "probes", lambda: chosen)
 
@@ -72,7 +73,7 @@ def test_resumed_profile_measures_only_what_is_left(tmp_path: Path, monkeypatch:
     assert json.loads(request.store_path.read_text()) == json.loads(before)
 
     kept = json.loads(before)
-    key = next(key for key in kept["runs"] if key.endswith("|perceptron/8x64"))
+    key = next(key for key in kept["runs"] if key.endswith("|perceptron/24x112"))
     kept["runs"][key]["runs"].pop()  # as if interrupted there
     request.store_path.write_text(json.dumps(kept))
     profile(request)

@@ -1,0 +1,207 @@
+"""The programs that a profile times, over generic logarithmic grids of shapes and arithmetic intensity.
+
+*In:* nothing. *Out:* `Probe`s.
+*Invariant:* no shape is that of a benchmark or a tutorial, and none is chosen for a program that is to be
+forecast. Lengths grow by a constant factor from a few to some thousand; they are multiples of 8, as those of
+most programs, but no powers of two. Each pair of two lengths is met once, with the third length (the batch)
+rotating, so that every kind of op is met with few and with many FLOPs per byte. `cost_fitting` interpolates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import pairwise, product
+from typing import Any, Final
+
+from distgraph import nn, ops
+from distgraph.array_api.trace import trace
+from distgraph.ir.graph import Graph
+from distgraph.optim import SGD, Adam, AdamW, Optimizer
+from distgraph.passes.pass_pipeline import pipeline, run_passes
+from distgraph.passes.serial.backward import differentiate
+from distgraph.runtime.profile.op_probes import Probe
+from distgraph.tracing.tensor import Tensor, emit_one
+from distgraph.tracing.tracer import Trace
+
+LENGTHS: Final = (6, 24, 112, 528, 2480)
+"""Lengths of matrices: m, n and k of products are all triples of these within `_MOST_FLOPS`."""
+_MOST_FLOPS: Final = 4e8
+_FEW_FLOPS: Final = 4e6
+"""Products of so few are timed together in one program."""
+STREAM_SIZES: Final = tuple(3 * 4**power for power in range(3, 12))
+"""Elements: 768 bytes to 48 MiB of f32."""
+_TEXTS: Final = ((20, 5, 1), (12, 56, 264), (24, 72, 216))
+"""Batches, lengths and widths of texts; heads are 24, 36 and 72 wide."""
+_LONG_TEXT: Final = (1, 1240, 24)
+_IMAGES: Final = ((40, 10, 3), (12, 20, 36), (24, 56, 136))
+"""Batches, edges and channels of images."""
+_MICRO: Final = 4  # micro-batches of the probes with several
+
+
+def probes() -> tuple[Probe, ...]:
+    """All programs that a profile runs, quick ones first."""
+    programs = []
+    for dtype in ("f32", "f64"):
+        triples = product(LENGTHS, LENGTHS, LENGTHS)
+        shapes = [shape for shape in triples if 2 * _size(shape) <= _MOST_FLOPS]
+        small = [shape for shape in shapes if 2 * _size(shape) <= _FEW_FLOPS]
+        programs.append(Probe(f"matmul/{dtype}/small", partial(_products, dtype, small)))
+        large = {f"matmul/{dtype}/{_name(s)}": s for s in shapes if s not in small}
+        programs += [Probe(name, partial(_products, dtype, [shape])) for name, shape in large.items()]
+    for shape in (*_rotated(*_TEXTS), _LONG_TEXT):
+        programs.append(Probe(f"transformer/{_name(shape)}", partial(_transformer, *shape)))
+    for batch, edge, channels in _rotated(*_IMAGES):
+        shape = batch, channels, edge
+        programs.append(Probe(f"convolution/{_name(shape)}", partial(_convolution, *shape)))
+        if batch != _IMAGES[0][0]:
+            programs.append(Probe(f"residual/{_name(shape)}", partial(_residual, *shape)))
+    for batch, width in product(LENGTHS[1:3], LENGTHS[2:4]):
+        programs.append(Probe(f"perceptron/{batch}x{width}", partial(_perceptron, batch, width)))
+    programs += [
+        Probe("transformer/micro", partial(_transformer, 5, 56, 72), _MICRO),
+        Probe("convolution/micro", partial(_convolution, 10, 24, 12), _MICRO),
+        Probe("perceptron/micro", partial(_perceptron, 24, 112), _MICRO),
+    ]
+    for rows, width in pairwise(LENGTHS):
+        programs.append(Probe(f"selection/{rows}x{width}", partial(_selections, rows, width)))
+    programs += [Probe(f"stream/{size}", partial(_streams, size)) for size in STREAM_SIZES]
+    return tuple(programs)
+
+
+def _size(shape: Sequence[int]) -> int:
+    m, n, k = shape
+    return m * n * k
+
+
+def _name(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape))
+
+
+def _rotated(
+    batches: Sequence[int], firsts: Sequence[int], seconds: Sequence[int]
+) -> Iterator[tuple[int, int, int]]:
+    """All pairs of two lengths, each with one of the batches in turn (a Latin square)."""
+    for (row, first), (column, second) in product(enumerate(firsts), enumerate(seconds)):
+        yield batches[(row + column) % len(batches)], first, second
+
+
+def _products(dtype: str, shapes: Sequence[tuple[int, int, int]]) -> Graph:
+    inputs = [((m, k), dtype) for m, _, k in shapes] + [((k, n), dtype) for _, n, k in shapes]
+
+    def program(*tensors: Tensor) -> Any:
+        half = len(shapes)
+        return tuple(ops.matmul(a, b) for a, b in zip(tensors[:half], tensors[half:], strict=True))
+
+    return trace(program, *inputs, name="matmul")
+
+
+def _streams(size: int) -> Graph:
+    """Elementwise ops and lookups on `size` elements."""
+    width = min(size // 12, 192)  # 12 rows at least: ids go up to 9
+    rows = size // width
+
+    def program(x: Tensor, y: Tensor, ids: Tensor) -> Any:
+        return x + y, x * y, ops.relu(x), ops.embedding(x, ids)
+
+    return trace(program, ((rows, width), "f32"), ((rows, width), "f32"), ((rows,), "i32"), name="stream")
+
+
+def _selections(rows: int, width: int) -> Graph:
+    """Ops that select, order, count and reduce, and those that move blocks."""
+    rows = max(rows, 12)  # ids go up to 9
+
+    def program(x: Tensor, ids: Tensor, places: Tensor) -> Any:
+        ordered = (ops.sort(x), ops.argsort(x), *ops.top_k(x, 2), ops.argmax(x, -1), ops.cumsum(x, -1))
+        moved = (ops.take(x, ids), ops.one_hot(ids, 12, "f32"), ops.pick(x, places))
+        added = ops.scatter_add(x, ids, x)
+        reduced = (x.sum(0), x.sum(-1), x.max(0), x.max(-1), ops.logsumexp(x, -1), ops.var(x, -1))
+        shaped = (ops.transpose(x), ops.concat([x, x], 0), ops.pad(x, (1, 0), (1, 0)), ops.softmax(x))
+        return (*ordered, *moved, added, *reduced, *shaped)
+
+    ids = ((rows,), "i32")
+    return trace(program, ((rows, width), "f32"), ids, ids, name="selection")
+
+
+class _LanguageModel(nn.Module):
+    def __init__(self, length: int, width: int) -> None:
+        self.token, self.place = nn.Embedding(240, width), nn.Parameter((length, width))
+        self.block = nn.TransformerBlock(width, round(width**0.5 / 5), dropout=0.1)
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 240)
+
+    def forward(self, text: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.norm(self.block(self.token(text) + self.place)))
+        return logits
+
+
+class _ImageModel(nn.Module):
+    def __init__(self, channels: int, edge: int) -> None:
+        self.first = nn.Conv2d(1, channels // 2, 3, padding=1)
+        self.second = nn.Conv2d(channels // 2, channels, 3, padding=1)
+        self.third = nn.Conv2d(channels, channels // 8, 3, padding=1)  # as many patches for few FLOPs
+        self.pool, self.dropout = nn.MaxPool2d(2), nn.Dropout(0.2)
+        self.up, self.down = nn.Linear(channels // 8 * (edge // 4) ** 2, 56), nn.Linear(56, 12)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.pool(ops.relu(self.first(images)))
+        x = self.pool(ops.relu(self.third(ops.relu(self.second(x)))))
+        logits: Tensor = self.down(self.dropout(ops.relu(self.up(nn.Flatten()(x)))))
+        return logits
+
+
+class _ResidualModel(nn.Module):
+    def __init__(self, channels: int) -> None:
+        self.stem = nn.Conv2d(3, channels, 3, padding=1)
+        self.norm1, self.norm2 = nn.BatchNorm2d(channels), nn.BatchNorm2d(channels)
+        self.first = nn.Conv2d(channels, channels, 3, stride=2, padding=1)
+        self.second = nn.Conv2d(channels, channels, 3, padding=1)
+        self.project = nn.Conv2d(channels, channels, 1, stride=2)
+        self.pool, self.head = nn.AvgPool2d(2), nn.Linear(channels, 12)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = ops.relu(self.norm1(self.stem(images)))
+        x = ops.relu(self.norm2(self.second(ops.relu(self.first(x)))) + self.project(x))
+        logits: Tensor = self.head(self.pool(x).mean((2, 3)))
+        return logits
+
+
+def _transformer(batch: int, length: int, width: int) -> Graph:
+    text = ((batch, length), "i32")
+    return _training(_LanguageModel(length, width), (text, text), AdamW(clip_norm=1.0))
+
+
+def _convolution(batch: int, channels: int, edge: int) -> Graph:
+    images = ((batch, 1, edge, edge), "f32")
+    return _training(_ImageModel(channels, edge), (images, ((batch,), "i32")), Adam())
+
+
+def _residual(batch: int, channels: int, edge: int) -> Graph:
+    images = ((batch, 3, edge, edge), "f32")
+    return _training(_ResidualModel(channels), (images, ((batch,), "i32")), SGD(momentum=0.9))
+
+
+def _perceptron(batch: int, width: int) -> Graph:
+    model = nn.Sequential(
+        nn.Linear(56, width), nn.ReLU(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 12)
+    )
+    return _training(model, (((batch, 56), "f32"), ((batch,), "i32")), SGD(lr=1e-3, momentum=0.9))
+
+
+def _training(model: nn.Module, batch: Sequence[tuple[tuple[int, ...], str]], optimizer: Optimizer) -> Graph:
+    """One step of training: forward, backward, update."""
+    steps = Trace("train")
+    steps.training = True
+    nn.module.name_tree(model)
+    with steps.activate():
+        x, target = (
+            steps.source("input", name, *kind) for name, kind in zip(("x", "target"), batch, strict=True)
+        )
+        loss = nn.CrossEntropy()(model(x), target)
+        parameters = [Tensor(op.result, steps) for op in steps.ops if op.kind == "param"]
+        gradients = differentiate(steps, loss, parameters)
+        with steps.within(role="backward"):
+            pairs = [(p, emit_one("accumulate", g)) for p, g in zip(parameters, gradients, strict=True)]
+        optimizer.update(steps, pairs)
+        traced = steps.finish({"loss": emit_one("accumulate", loss)})
+        graph: Graph = run_passes(traced, pipeline().reaching("serial"), verified=False)
+        return graph
