@@ -37,6 +37,7 @@ _HOMES = {
     "Engine": "distgraph.engine",
     "Strategy": "distgraph.plan.strategy",
     "parallelize": "distgraph.engine.functional",
+    "eager": "distgraph.engine.functional",
     "grad": "distgraph.engine.functional",
     "value_and_grad": "distgraph.engine.functional",
     "mark_pipeline_boundary": "distgraph.engine.functional",

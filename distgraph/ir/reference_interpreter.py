@@ -41,7 +41,7 @@ def interpret(
     sources = {"input": inputs, "param": params or {}, "state": params or {}}
     last = {value.name: op.name for op in graph.ops for value in op.operands}
     for op in graph.ops:
-        for value, array in zip(op.results, _run(op, values, sources, micro, xp), strict=True):
+        for value, array in zip(op.results, run_op(op, values, sources, micro, xp), strict=True):
             values[value.name] = array
         for value in op.operands:
             if last[value.name] == op.name and value.name not in graph.live_out:
@@ -51,9 +51,20 @@ def interpret(
     return outputs, {names[old]: values[new.name] for old, new in graph.updates}
 
 
-def _run(
+def run_op(
     op: Op, values: Mapping[str, Array], sources: Mapping[str, Mapping[str, Array]], micro: int, xp: Any
-) -> Any:
+) -> tuple[Array, ...]:
+    """The results of one op.
+
+    Args:
+        op: an op of a serial graph.
+        values: name of each operand -> array.
+        sources: "input", "param" and "state" -> name -> array.
+        micro, xp: as of `interpret`.
+
+    Raises:
+        GraphError: a source is missing or has another shape than the graph says.
+    """
     if op.kind in sources:
         return (_source(op, sources[op.kind], xp),)
     if op.kind == "constant":

@@ -238,18 +238,22 @@ class Tensor(TensorOperators):
         )
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
-        raise self._unknown("np.asarray")
+        array = self._known("np.asarray")
+        return array if dtype is None else array.astype(dtype)
 
     def __float__(self) -> float:
-        raise self._unknown("float")
+        return float(self._known("float"))
 
     def __int__(self) -> int:
-        raise self._unknown("int")
+        return int(self._known("int"))
 
-    def _unknown(self, name: str) -> GraphError:
-        return GraphError(
+    def _known(self, name: str) -> Any:
+        """The array of this value in an eager trace. Raises GraphError in others."""
+        if self.trace.numbers is not None:
+            return self.trace.numbers[self.value.name]
+        raise GraphError(
             f"%{self.value.name} is traced: its numbers are not known yet, so {name}() of it has no answer; "
-            "return it from the function, or compute with distgraph.ops"
+            "return it from the function, compute with distgraph.ops, or debug in distgraph.eager()"
         )
 
     def __len__(self) -> int:
@@ -261,4 +265,5 @@ class Tensor(TensorOperators):
         return (self[i] for i in range(len(self)))
 
     def __repr__(self) -> str:
-        return f"Tensor(%{self.value.name} : {self.value.type})"
+        numbers = "" if self.trace.numbers is None else f" = {self.trace.numbers[self.value.name]}"
+        return f"Tensor(%{self.value.name} : {self.value.type}{numbers})"

@@ -51,6 +51,7 @@ class Trace:
         self.blocks = 0
         self.recomputed: dict[str, int] = {}
         self.training = True
+        self.numbers: dict[str, Any] | None = None  # of values, in an eager trace
         self.parameters: dict[str, Any] = {}  # name -> parameter object
         self._names: set[str] = set()
         self._count = 0

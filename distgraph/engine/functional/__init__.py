@@ -1,9 +1,11 @@
-"""Training steps as functions: `parallelize`, `grad` and `value_and_grad`. See docs/parallelize.md."""
+"""Training steps as functions, and `eager`, which computes while it traces. See docs/parallelize.md."""
 
+from distgraph.engine.functional.eager_trace import eager
 from distgraph.engine.functional.gradients import grad, mark_pipeline_boundary, value_and_grad
 from distgraph.engine.functional.parallelized_step import ParallelizedStep, parallelize
 from distgraph.engine.functional.pytrees import tree_map
 
 __all__ = [
-    "ParallelizedStep", "grad", "mark_pipeline_boundary", "parallelize", "tree_map", "value_and_grad",
+    "ParallelizedStep", "eager", "grad", "mark_pipeline_boundary", "parallelize", "tree_map",
+    "value_and_grad",
 ]  # fmt: skip
