@@ -50,9 +50,7 @@ def _lower(op: Op, attrs: dict[str, DistAttr], price: Price) -> list[Op]:
     landing = value if not crossing.after else replace(value, name=names.fresh())
     attrs.setdefault(landing.name, replace(crossing.landing, origin=Origin("op", f"%{op.name}")))
     layout = OpLayout(crossing.landing.mesh)
-    ops.append(
-        replace(op, kind="comm.transfer", operands=(current,), results=(landing,), attrs={}, layout=layout)
-    )
+    ops.append(replace(op, kind="comm.transfer", operands=(current,), results=(landing,), layout=layout))
     if crossing.after:
         ops += _chain(op, landing, target.mesh, crossing.after, attrs, value)
     return ops

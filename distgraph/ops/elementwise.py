@@ -239,8 +239,8 @@ rsqrt = _function("rsqrt", 1)
 # ops that are the identity on the global tensor
 
 
-def _identity_kernel(xp: Any, x: Any, out: Any = None) -> Any:
-    return x
+def _identity_kernel(xp: Any, x: Any, out: Any = None, *, each_micro_batch: bool = False) -> Any:
+    return x  # when a `reshard` runs is of no meaning to its value (`EACH_MICRO_BATCH`)
 
 
 def _define_identity(name: str, **fields: Any) -> Callable[..., Tensor]:

@@ -127,7 +127,7 @@ class _Square:
         product = self.product
         there = self.mesh(operand, shift, mesh)
         attr = DistAttr(there, product.specs[operand], product.layout("", {}).origin)
-        return product.reshard(value, attr, f"{'ab'[operand]}{shift}")
+        return product.move(value, attr, f"{'ab'[operand]}{shift}")
 
     def move_operands(self) -> None:
         """OS: the result stays, and both operands move."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from distgraph.errors import ShardingError
+from distgraph.ir.collective_registry import EACH_MICRO_BATCH
 from distgraph.ir.graph import Graph, Op, Value
 from distgraph.ir.index_rule import OpLayout
 from distgraph.ir.mesh import ProcessMesh
@@ -158,6 +159,10 @@ class Product:
     def reshard(self, value: Value, attr: DistAttr, name: str) -> Value:
         """Add a change of layout, which starts here and is awaited where its result is read."""
         return self.follow("reshard", [value], attr, name)
+
+    def move(self, value: Value, attr: DistAttr, name: str) -> Value:
+        """The same, to a neighbour: in every micro-batch under the product before it, even of a parameter."""
+        return self.follow("reshard", [value], attr, name, **{EACH_MICRO_BATCH: True})
 
     def multiply(self, left: Value, right: Value, name: str, total: Value | None = None) -> Value:
         """Add a partial product in the layout of the dataflow, added to a total where there is one."""

@@ -156,7 +156,7 @@ def _gather_round(product: Product, ring: Movement) -> None:
         following = moving
         if step + 1 < parts:
             there = DistAttr(turned(product, ring.axis, step + 1), product.specs[ring.tensor], origin)
-            following = product.reshard(moving, there, f"{'ab'[ring.tensor]}{step + 1}")
+            following = product.move(moving, there, f"{'ab'[ring.tensor]}{step + 1}")
         pair = [moving, other] if ring.tensor == 0 else [other, moving]
         last = step + 1 == parts and not collects
         total = product.emit(

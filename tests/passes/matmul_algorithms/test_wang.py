@@ -34,6 +34,16 @@ def test_a_block_leaves_for_the_neighbour_before_it_is_multiplied() -> None:
     assert "comm.halo" not in kinds
 
 
+def test_blocks_of_a_parameter_move_under_the_products_too() -> None:
+    """Not all of them before the step, as a parameter that is gathered once."""
+    case = product(2, 4, "OS", "wang")
+    graph = case.completed()
+    graph = replace(graph, algorithms=dict.fromkeys(graph.algorithms, MatmulAlgorithm("wang", ring="rows")))
+    program = build(graph).program(0)
+    moved = {task.name for task in program.tasks for local in task.ops if local.op.kind == "comm.transfer"}
+    assert moved == {"forward.s0", "backward.s0"}
+
+
 @pytest.mark.parametrize(
     ("first", "weight", "last"),
     [
