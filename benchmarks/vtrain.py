@@ -53,21 +53,13 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # the folder of the p
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.support.cross_validation import by_rows, fits, regret
 from benchmarks.support.megatron.measured_runs import Values, seconds_of
 from benchmarks.support.megatron.training_cost import Costs
 from benchmarks.support.megatron.training_program import Run, read_runs
 from distgraph.errors import ResourceError
 from distgraph.resources.load import load_cluster
-from distgraph.runtime.profile.calibration.robust_fit import (
-    Fit,
-    Parameter,
-    by_group,
-    by_rows,
-    deviations,
-    fit,
-    fits,
-    regret,
-)
+from distgraph.runtime.profile.calibration.robust_fit import Fit, Parameter, by_group, deviations, fit
 
 DATA = Path(__file__).parent / "data" / "vtrain"
 CLUSTER = "vtrain_a100_pod"

@@ -32,7 +32,7 @@ from distgraph.ir.printer import draw, print_graph, print_op
 from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
 from distgraph.serialization.documents import MOST_BYTES, MOST_DEPTH, MOST_NUMBER
 
-__all__ = ["parse_graph", "print_graph", "print_op", "same_graph"]
+__all__ = ["parse_graph", "print_graph", "print_op"]
 
 _FIRST_MESH = "m0"
 _Axis = tuple[str, int, tuple[int, ...]]  # name, size, weights where there are any
@@ -97,11 +97,6 @@ def _check_size(text: str, file: str) -> None:
             column = match.start() - text.rfind("\n", 0, match.start())
             where = _located(text, line, column, 1, f"brackets are nested more than {MOST_DEPTH} deep")
             raise GraphError(f"{file}, {where}")
-
-
-def same_graph(left: Graph, right: Graph) -> bool:
-    """True when two graphs print alike, origins included: equality that works for arrays and NaN too."""
-    return print_graph(left) == print_graph(right)
 
 
 @cache

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Final, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -25,7 +25,6 @@ Kinds = Literal["published", "implementation", "measured", "fitted", "guess"]
 Share = Annotated[float, Field(ge=0, le=10, strict=True)]
 Count = Annotated[int, Field(ge=0, le=1000, strict=True)]
 Purpose = Literal["activations", "gradients", "parameters"]
-PURPOSES: Final = ("activations", "gradients", "parameters")
 """What a collective is for: values of a micro-batch, the reduction of gradients, or whole parameters."""
 Text = Annotated[str, Field(min_length=1, max_length=400)]
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.programs.graph_equality import same_graph
 from support.programs.random_programs import MESHES, OVERLAPPING, PIPELINES, programs
 
 from distgraph import ops
@@ -18,7 +19,7 @@ from distgraph.errors import GraphError
 from distgraph.ir.graph import Graph, Op, Value
 from distgraph.ir.index_rule import OpLayout
 from distgraph.ir.mesh import ProcessMesh
-from distgraph.ir.parser import parse_graph, print_graph, same_graph
+from distgraph.ir.parser import parse_graph, print_graph
 from distgraph.ir.reference_interpreter import interpret
 from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
 from distgraph.passes.pass_pipeline import run_passes

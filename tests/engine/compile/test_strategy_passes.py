@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.programs.graph_equality import same_graph
 
 import distgraph as dg
 from distgraph import nn, optim
 from distgraph.errors import GraphError, ShardingError
 from distgraph.ir.graph import Graph
-from distgraph.ir.parser import same_graph
 from distgraph.passes import register_pass
 from distgraph.passes.lower import lower
 from distgraph.passes.partition import RankProgram

@@ -5,17 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from benchmarks.support.cross_validation import by_rows, cross_validate, regret
 from distgraph.errors import ResourceError
-from distgraph.runtime.profile.calibration.robust_fit import (
-    Parameter,
-    by_group,
-    by_rows,
-    cross_validate,
-    deviations,
-    fit,
-    regret,
-    splits,
-)
+from distgraph.runtime.profile.calibration.robust_fit import Parameter, by_group, deviations, fit, splits
 
 SIZES = np.array([1.0, 2.0, 3.0, 5.0, 8.0, 13.0, 21.0, 34.0, 55.0])
 LINE = (Parameter("start", 1.0, 1e-3, 1e3, 30.0), Parameter("rate", 1.0, 1e-3, 1e3, 30.0))
