@@ -1,4 +1,4 @@
-"""The registry of passes: what a pass takes, what it gives, and what it cannot stand beside.
+"""The registry of passes: what a pass requires, what it produces, and which passes it excludes.
 
 A pass is a pure function from a program to a program, registered under the name of its file:
 
@@ -39,7 +39,7 @@ Program = Any
 
 @dataclass(frozen=True, slots=True)
 class PassContext:
-    """What a pass may need beside the program.
+    """What a pass may need in addition to the program.
 
     Attributes:
         mesh: of a serial graph whose annotations name none.
@@ -71,7 +71,7 @@ class Pass:
         requires: stage of the program that it takes.
         stage: of the program that it gives: the same, or the next.
         after: names of passes that stand before it where a pipeline has both.
-        excludes: names of passes that no pipeline has beside it.
+        excludes: names of passes that no pipeline has together with it.
         summary: what it does, in one line.
     """
 
@@ -113,7 +113,7 @@ def register_pass(
         stage: of the program that the pass gives.
         requires: stage of the program that it takes; by default the same.
         after: names of passes that stand before it where a pipeline has both.
-        excludes: names of passes that no pipeline has beside it.
+        excludes: names of passes that no pipeline has together with it.
 
     Returns:
         a decorator for a function of a program, or of a program and a `PassContext`; the function stays as

@@ -113,7 +113,7 @@ class CollectiveCost:
     """
 
     def __init__(self, cluster: Cluster, tables: Iterable[MeasuredTable] = ()) -> None:
-        """Args: tables: measured tables beside those of the cluster; the first that fits is used."""
+        """Args: tables: measured tables in addition to those of the cluster; the first that fits is used."""
         self.cluster = cluster
         self.router = Router(cluster)
         self.rings = RingCost(self.router)

@@ -35,7 +35,7 @@ from distgraph.resources.collective_algorithms import Flow, Group, Line
 from distgraph.resources.routing import Router
 
 _MOST_ORDERS = 3
-"""Blocks of up to so many axes are priced for every order of the axes."""
+"""Most axes of a block that is priced for every order of its axes."""
 
 
 @dataclass(frozen=True, slots=True)

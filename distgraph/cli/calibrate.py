@@ -29,7 +29,7 @@ def calibrate(
     hardware = load_cluster(cluster)
     model = load_runtime(runtime) if runtime else default_runtime(hardware.devices[0].type)
     measured = read_runs(runs, hardware)
-    found = fit_runs(measured, hardware, model, rounds=rounds, workers=workers, watch=typer.echo)
-    typer.echo(str(found))
-    for path in write_calibrated(output, cluster, runtime or model.name, found):
+    calibration = fit_runs(measured, hardware, model, rounds=rounds, workers=workers, watch=typer.echo)
+    typer.echo(str(calibration))
+    for path in write_calibrated(output, cluster, runtime or model.name, calibration):
         typer.echo(f"wrote {path}")

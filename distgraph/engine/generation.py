@@ -31,7 +31,7 @@ class Sampling:
 
     Attributes:
         temperature: divides the logits; 0 chooses the largest one.
-        top_k: only so many of the largest logits are candidates; None for all.
+        top_k: number of the largest logits that are candidates; None for all.
         top_p: only the fewest tokens whose probabilities add up to this are candidates; None for all.
 
     Raises:
@@ -174,11 +174,11 @@ class _Cache:
         while self.filled < count:
             width = 1 if count - self.filled == 1 else min(CHUNK, self.positions)
             start = min(self.filled, self.positions - width)
-            known = self.tokens[:, first + start : min(first + start + width, front)]
+            block = self.tokens[:, first + start : min(first + start + width, front)]
             step = np.zeros((len(self.tokens), width), self.tokens.dtype)  # what follows is overwritten later
-            step[:, : known.shape[1]] = known
-            self.filled = start + known.shape[1]
-            scalars = {START: start, LAST: known.shape[1] - 1}
+            step[:, : block.shape[1]] = block
+            self.filled = start + block.shape[1]
+            scalars = {START: start, LAST: block.shape[1] - 1}
             batch = whole((step,))
             compiled = self.session.program("generate", batch, self.positions)
             ((_, output),) = self.session.arrays(compiled, batch, scalars).items()

@@ -58,7 +58,7 @@ class ImportedModel(Module):
             )
         return self._tensors[name]
 
-    def _run(self, given: Mapping[str, Any]) -> Any:
+    def _run(self, inputs: Mapping[str, Any]) -> Any:
         raise NotImplementedError
 
     def _with_signature(self, names: Sequence[str]) -> Any:
@@ -68,12 +68,12 @@ class ImportedModel(Module):
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             try:
-                given = signature.bind(*args, **kwargs).arguments
+                inputs = signature.bind(*args, **kwargs).arguments
             except TypeError as error:
                 raise GraphError(
                     f"imported model takes the inputs of its example, ({', '.join(names)}): {error}"
                 ) from None
-            return self._run(given)
+            return self._run(inputs)
 
         forward.__signature__ = signature  # type: ignore[attr-defined]
         return forward

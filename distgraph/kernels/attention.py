@@ -263,12 +263,12 @@ def attention_grad(
     scale: float | None = None,
     out: Any = None,
 ) -> tuple[Array, Array, Array]:
-    """Gradients of `attention`, the probabilities computed anew from lse (Dao et al., 2022, appendix B.4):
+    """Gradients of `attention`, the probabilities recomputed from lse (Dao et al., 2022, appendix B.4):
 
     p = exp(scale * q k^T - lse), dv = p^T do, ds = p * (do v^T - sum(do * o)) * scale, dq = ds k, dk = ds^T
     q; dk and dv are summed over the query heads of their group.
 
-    A half-precision lse is computed anew: rounded, it would put the probabilities of a row off by percents.
+    A half-precision lse is recomputed: rounded, it would put the probabilities of a row off by percents.
 
     Returns:
         dq [b, h, s, d], dk [b, g, t, d], dv [b, g, t, e].

@@ -295,7 +295,7 @@ def einsum_workspace(*operands: Array, spec: str, adds: bool = False) -> int:
 
 
 def _pair_workspace(a: Array, b: Array, plan: _Pair, made: Array) -> int:
-    """Bytes that one contraction allocates beside its operands and result."""
+    """Bytes that one contraction allocates in addition to its operands and result."""
     found = 0
     for x, gone, order, shape in (
         (a, plan.sum_a, plan.order_a, plan.shape_a),

@@ -79,17 +79,17 @@ class ForecastErrors:
     def __str__(self) -> str:
         kinds = [f"{kind} {getattr(self, kind):.1%}" for kind in (*KINDS, "own", "memory")]
         runs = "" if not self.runs else f"; {self.runs} held-out runs of {self.runtime}"
-        held = "" if self.coverage is None else f", of which intervals held {self.coverage:.0%}"
-        return f"errors {', '.join(kinds)}{runs}{held}"
+        coverage = "" if self.coverage is None else f", of which intervals held {self.coverage:.0%}"
+        return f"errors {', '.join(kinds)}{runs}{coverage}"
 
     def _terms(self, shares: Mapping[str, float]) -> list[float]:
         return [share * float(getattr(self, kind)) for kind, share in shares.items()]
 
 
-def of_kinds(kinds: Mapping[str, float], own: float) -> ForecastErrors:
+def of_kinds(kinds: Mapping[str, float], independent: float) -> ForecastErrors:
     """Errors from the deviation of every kind, and that of one plan alone."""
     computation, inside, between, host = (kinds[kind] for kind in KINDS)
-    return ForecastErrors(computation=computation, inside=inside, between=between, host=host, own=own)
+    return ForecastErrors(computation=computation, inside=inside, between=between, host=host, own=independent)
 
 
 @dataclass(frozen=True, slots=True)

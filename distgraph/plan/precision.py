@@ -55,13 +55,13 @@ class MixedPrecision:
                 f"dtype of MixedPrecision is {self.dtype!r} but must be one of {', '.join(HALVES)}"
             )
         for name in ("allow", "deny"):
-            given: object = getattr(self, name)
-            if isinstance(given, str) or not isinstance(given, Sequence) or not all(map(_is_text, given)):
+            value: object = getattr(self, name)
+            if isinstance(value, str) or not isinstance(value, Sequence) or not all(map(_is_text, value)):
                 raise ShardingError(
-                    f"{name} of MixedPrecision is {given!r} but must be a list of kinds of ops, such as "
+                    f"{name} of MixedPrecision is {value!r} but must be a list of kinds of ops, such as "
                     f'["attention"]'
                 )
-            object.__setattr__(self, name, tuple(given))
+            object.__setattr__(self, name, tuple(value))
         both = sorted(set(self.allow).intersection(self.deny))
         if both:
             raise ShardingError(
@@ -99,17 +99,17 @@ class MixedPrecision:
         return self.dtype == "fp16"
 
 
-def precision_of(given: object) -> MixedPrecision | None:
+def precision_of(precision: object) -> MixedPrecision | None:
     """`Strategy.precision` as an object. Raises ShardingError if it is none."""
-    if given is None or isinstance(given, MixedPrecision):
-        return given
-    if isinstance(given, str) and given in HALVES:
-        return MixedPrecision(dtype=given)
+    if precision is None or isinstance(precision, MixedPrecision):
+        return precision
+    if isinstance(precision, str) and precision in HALVES:
+        return MixedPrecision(dtype=precision)
     raise ShardingError(
-        f"precision {given!r} of Strategy does not exist; it is one of {', '.join(HALVES)}, a "
+        f"precision {precision!r} of Strategy does not exist; it is one of {', '.join(HALVES)}, a "
         "dg.MixedPrecision(...), or None for that of the model"
     )
 
 
-def _is_text(given: object) -> bool:
-    return isinstance(given, str)
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)

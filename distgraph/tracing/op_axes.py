@@ -42,10 +42,10 @@ def laid_out_op(
     """
     op, numbers = only_op(function, args, kwargs, where, "axes")
     rule = rule_of(op)
-    given = dict(zip(axes, ShardSpec.of(list(axes.values())).dims, strict=True))
+    dims_by_axis = dict(zip(axes, ShardSpec.of(list(axes.values())).dims, strict=True))
     firsts = {term[0] for terms in (rule.operands, rule.results) for dims in terms for term in dims if term}
     has_unit_dim = any(not dim for dims in rule.operands for dim in dims)  # of one position: no index
-    for index, split in given.items():
+    for index, split in dims_by_axis.items():
         if index not in rule.indices and not has_unit_dim:
             raise ShardingError(
                 f"shard_op ({where}): {op.kind} has no index {index!r}; its indices are "
@@ -60,6 +60,6 @@ def laid_out_op(
     layouts: list[tuple[Dim, ...]] = [((),) * tensor.ndim for tensor in tensors]
     for value, term in zip(op.operands, rule.operands, strict=True):
         if value.name in numbers:
-            layouts[numbers[value.name]] = tuple(given.get(dim[0], ()) if dim else () for dim in term)
-    used = tuple(sorted((index, dims) for index, dims in given.items() if dims and index in firsts))
+            layouts[numbers[value.name]] = tuple(dims_by_axis.get(dim[0], ()) if dim else () for dim in term)
+    used = tuple(sorted((index, dims) for index, dims in dims_by_axis.items() if dims and index in firsts))
     return OpAxes(used, Origin("user", where)), tuple(layouts)

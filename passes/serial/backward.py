@@ -78,7 +78,7 @@ def _reached(ops: Sequence[Op], start: set[str]) -> set[str]:
 
 
 class _Walk:
-    """The way back: gradients so far, and what has been computed again."""
+    """State of the backward pass: gradients so far, and recomputed values."""
 
     def __init__(self, trace: Trace, forward: Sequence[Op], active: set[str]) -> None:
         self.trace, self.forward, self.active = trace, forward, active

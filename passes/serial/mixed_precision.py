@@ -38,7 +38,7 @@ from distgraph.ir.op_registry import REGISTRY, WIDE, infer_results, lookup
 from distgraph.passes.pass_registry import PassContext, register_pass
 
 PRODUCTS = ("embedding",)
-"""Ops computed in 16 bits, beside those with the cost of a matmul."""
+"""Ops computed in 16 bits, in addition to those with the cost of a matmul."""
 
 FOLLOWING = (
     "add", "subtract", "multiply", "negative", "absolute", "sign", "where", "maximum", "minimum", "identity",
@@ -217,18 +217,18 @@ class _Casts:
             self._cast(current, self.widened[key], reader, self.ops)
         return self.widened[key]
 
-    def _cast(self, source: Value, target: Value, beside: Op, ops: list[Op]) -> None:
+    def _cast(self, source: Value, target: Value, neighbour: Op, ops: list[Op]) -> None:
         """Add a cast that belongs where an op is: to its role, module and mesh."""
         ops.append(
             replace(
-                beside,
+                neighbour,
                 kind="cast",
                 operands=(source,),
                 results=(target,),
                 attrs={"dtype": target.dtype},
             )
         )
-        mesh = self.graph.placements.get(beside.name)
+        mesh = self.graph.placements.get(neighbour.name)
         if mesh is not None:
             self.placements[target.name] = mesh
 

@@ -61,7 +61,7 @@ class Device(Protocol):
         """Prepare the communicators that a program needs. Collective; None on a rank without a program.
 
         Raises:
-            RuntimeFault: the program has a dtype that the device lacks.
+            RuntimeFault: the program has a dtype that the device does not have.
         """
 
     def asarray(self, block: np.ndarray) -> Array:

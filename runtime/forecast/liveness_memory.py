@@ -11,7 +11,7 @@ way.
 New parameters and states are written over the old ones. Gradients that are reduced for the update are whole
 until the backward part ends. Whole parameters that are gathered for a step are in memory while they are read.
 With `Memory.fused`, values that elementwise ops pass on to each other inside a task are never in memory. With
-`Memory.recomputed`, results of some ops on inputs are computed again in the backward part.
+`Memory.recomputed`, results of some ops on inputs are recomputed in the backward part.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class _Ledger:
             running[category] += size * self._in_flight(name)
 
     def _is_recomputed(self, name: str) -> bool:
-        """Whether a value that depends on inputs only is computed again where it is read."""
+        """Whether a value that depends on inputs only is recomputed where it is read."""
         producer = self.producers[name]
         inputs = all(self.producers[value.name].kind == "input" for value in producer.operands)
         return producer.kind in self.rules.recomputed and inputs

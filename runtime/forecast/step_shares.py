@@ -92,8 +92,8 @@ def _by_kind(cluster: Cluster, devices: Iterable[int], dtypes: set[str]) -> Iter
     for link in {link.origin: link for link in cluster.links}.values():
         kind = "between" if link.kind in across else "inside"
         origins[kind][link.origin] = _deviation(cluster, f"{link.origin}.bandwidth")
-    for kind, found in origins.items():
-        yield kind, [_mean(found.values())]
+    for kind, seconds_of in origins.items():
+        yield kind, [_mean(seconds_of.values())]
     yield "host", []
 
 
@@ -106,8 +106,8 @@ def _computation(cluster: Cluster, device: Device, dtypes: set[str]) -> float:
     rated = [dtype for dtype in compute.matmul if not dtypes or dtype in dtypes]
     names = [name for name in ("memory_efficiency", "launch") if getattr(compute, name) is not None]
     groups = ([f"matmul.{dtype}" for dtype in rated], names)
-    found = [[_deviation(cluster, f"{path}.{name}") for name in group] for group in groups if group]
-    return _mean([_mean(group) for group in found])
+    deviations = [[_deviation(cluster, f"{path}.{name}") for name in group] for group in groups if group]
+    return _mean([_mean(group) for group in deviations])
 
 
 def _deviation(cluster: Cluster, path: str) -> float:

@@ -100,24 +100,24 @@ def _machines(
     ranks = ranks_by_machine(placement)
     names = {alias: name for name, reported in aliases.items() for alias in (reported, short_name(reported))}
     names |= {alias: host.name for host in hosts for alias in (short_name(host.name), host.name)}
-    found = {machine: names[machine] for machine in ranks if machine in names}
-    absent = [machine for machine in ranks if machine not in found]
-    if found and absent:
+    assigned = {machine: names[machine] for machine in ranks if machine in names}
+    absent = [machine for machine in ranks if machine not in assigned]
+    if assigned and absent:
         raise RuntimeFault(
             f"run: {plan} places rank {ranks[absent[0]][0]} on machine {absent[0]}, which is not among hosts "
             f"{', '.join(host.name for host in hosts)}; correct the list of hosts"
         )
-    if not found:
-        found = _in_order(placement, hosts, plan)
+    if not assigned:
+        assigned = _in_order(placement, hosts, plan)
     slots = {host.name: host.slots for host in hosts}
     for machine, members in ranks.items():
-        host = found[machine]
+        host = assigned[machine]
         if slots[host] < len(members):
             raise RuntimeFault(
                 f"run: {plan} places ranks {spans(members)} on machine {machine} but host {host} has "
                 f"{slots[host]} slots; rank {members[slots[host]]} has none; give it {len(members)} slots"
             )
-    return found
+    return assigned
 
 
 def _in_order(placement: Sequence[PlacedRanks], hosts: Sequence[Host], plan: str) -> dict[str, str]:
@@ -134,10 +134,10 @@ def _in_order(placement: Sequence[PlacedRanks], hosts: Sequence[Host], plan: str
         kinds.setdefault(part.machine, set()).add((part.type, part.model, part.memory, part.count))
     if any(kind != next(iter(kinds.values())) for kind in kinds.values()):
         return dict(zip(ranks, (host.name for host in hosts), strict=False))
-    free, found = list(hosts), {}
+    free, assigned = list(hosts), {}
     for machine in sorted(ranks, key=lambda machine: -len(ranks[machine])):
         fits = [host for host in free if host.slots >= len(ranks[machine])]
         host = fits[0] if fits else max(free, key=lambda host: host.slots)
         free.remove(host)
-        found[machine] = host.name
-    return found
+        assigned[machine] = host.name
+    return assigned

@@ -53,8 +53,8 @@ class RemoteShell:
 
 def is_this_host(name: str) -> bool:
     """Whether a name in a list of hosts is that of this host."""
-    own = socket.gethostname()
-    return name in {"localhost", "127.0.0.1", own, own.partition(".")[0]}
+    local_name = socket.gethostname()
+    return name in {"localhost", "127.0.0.1", local_name, local_name.partition(".")[0]}
 
 
 def check_hosts(
@@ -72,13 +72,13 @@ def check_hosts(
         RuntimeFault: a host does not have what its ranks need; names host and rank.
     """
     for host, ranks in zip(assignment.hosts, assignment.ranks, strict=True):
-        found, rank = facts[host.name], ranks[0]
-        if found.version != __version__:
+        actual, rank = facts[host.name], ranks[0]
+        if actual.version != __version__:
             raise RuntimeFault(
-                f"run: host {host.name} of rank {rank} has distgraph {found.version} but the launcher has "
+                f"run: host {host.name} of rank {rank} has distgraph {actual.version} but the launcher has "
                 f"{__version__}; install the same version on all hosts"
             )
-        if not found.script:
+        if not actual.script:
             raise RuntimeFault(
                 f"run: script {script} does not exist on host {host.name} of rank {rank}; put it in the same "
                 "folder on all hosts"
@@ -88,28 +88,28 @@ def check_hosts(
 
 
 def _compare(part: PlacedRanks, assignment: HostAssignment, facts: Mapping[str, HostFacts]) -> None:
-    """Raise RuntimeFault if a host lacks devices that a plan expects there."""
+    """Raise RuntimeFault if a host does not have the devices that a plan expects there."""
     host = assignment.machines[part.machine]
-    found, who = facts[host], f"rank{'s' * (len(part.ranks) > 1)} {spans(part.ranks)}"
+    actual, who = facts[host], f"rank{'s' * (len(part.ranks) > 1)} {spans(part.ranks)}"
     planned = f"run: the plan places {who} on {part.type} devices ({part.model}) of machine {part.machine}"
     if part.type == "cpu":
         needed = part.memory * len(part.ranks)
-        if found.memory < needed * _MEMORY_SHARE:
+        if actual.memory < needed * _MEMORY_SHARE:
             raise RuntimeFault(
                 f"{planned} with {format_bytes(part.memory)} memory each but host {host} has "
-                f"{format_bytes(found.memory)} in all; give another host"
+                f"{format_bytes(actual.memory)} in all; give another host"
             )
         return
     if part.type != "gpu":
         return
     for rank, number in zip(part.ranks, part.devices, strict=True):
-        if number >= len(found.gpus):
-            has = f"{len(found.gpus)} GPUs" if found.gpus else "no GPU"
+        if number >= len(actual.gpus):
+            has = f"{len(actual.gpus)} GPUs" if actual.gpus else "no GPU"
             raise RuntimeFault(
                 f"{planned} but host {host} has {has}; rank {rank} lacks GPU {number}; give another host"
             )
-        if found.gpus[number].memory < part.memory * _MEMORY_SHARE:
-            gpu = found.gpus[number]
+        if actual.gpus[number].memory < part.memory * _MEMORY_SHARE:
+            gpu = actual.gpus[number]
             raise RuntimeFault(
                 f"{planned} with {format_bytes(part.memory)} memory but GPU {number} of host {host}, "
                 f"{gpu.name}, has {format_bytes(gpu.memory)}; rank {rank} lacks memory; give another host"
@@ -178,13 +178,14 @@ def _answer(host: str, process: subprocess.Popen[str], deadline: float, shell: R
     try:
         facts = HostFacts.parse(out.splitlines()[-1])
     except (ValueError, KeyError, TypeError, IndexError):
-        said = next(reversed([line for line in errors.splitlines() if line.strip()]), "it said nothing")
+        last_line = next(reversed([line for line in errors.splitlines() if line.strip()]), "it said nothing")
         raise RuntimeFault(
-            f"run: host {host} cannot be reached by {name}, or has no distgraph in {sys.executable}: {said}"
+            f"run: host {host} cannot be reached by {name}, or has no distgraph in {sys.executable}: "
+            f"{last_line}"
         ) from None
     # It answered between the start of this check and now.
-    asked = received - (ANSWER_SECONDS - (deadline - time.monotonic()))
-    apart = max(facts.clock - received, asked - facts.clock)
+    started = received - (ANSWER_SECONDS - (deadline - time.monotonic()))
+    apart = max(facts.clock - received, started - facts.clock)
     if apart > _CLOCK_SECONDS:
         raise RuntimeFault(
             f"run: the clock of host {host} differs by {apart:.0f} s from that of this one; set both by NTP"

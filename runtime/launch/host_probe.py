@@ -95,12 +95,12 @@ def gpus() -> tuple[GpuFacts, ...]:
             return ()
         count = ctypes.c_uint()
         nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
-        found = [_gpu(nvml, number) for number in range(count.value)]
+        devices = [_gpu(nvml, number) for number in range(count.value)]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None or not all(part.strip().isdecimal() for part in visible.split(",") if part.strip()):
-        return tuple(found)
+        return tuple(devices)
     numbers = [int(part) for part in visible.split(",") if part.strip()]
-    return tuple(found[number] for number in numbers if number < len(found))
+    return tuple(devices[number] for number in numbers if number < len(devices))
 
 
 class _Memory(ctypes.Structure):

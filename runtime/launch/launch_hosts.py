@@ -80,7 +80,7 @@ def launch_on_hosts(
     shell = RemoteShell(settings.get(_SHELL_VARIABLE) or ("srun" if "SLURM_JOB_ID" in settings else "ssh"))
     script = str(Path(argv[0]).resolve())
     facts = ask_hosts([host.name for host in merged(hosts)], script, settings, shell)
-    names = {name: found.host for name, found in facts.items()}
+    names = {name: fact.host for name, fact in facts.items()}
     assignment = assign_hosts(n, hosts, placement, plan, names)
     check_hosts(assignment, placement, script, facts)
     settings[PLACEMENT_VARIABLE] = placement_text(assignment, names)

@@ -111,8 +111,8 @@ def remapped(
         notes = (f"note: plan {plan} is for {len(machines)} machines but all ranks run on {names[0]}",)
         return identity, notes if len(names) == 1 < len(machines) else ()
     try:
-        given = [Host(name, hosts.count(name)) for name in names]
-        assignment = assign_hosts(count, given, placement, f"plan {plan}")
+        slots = [Host(name, hosts.count(name)) for name in names]
+        assignment = assign_hosts(count, slots, placement, f"plan {plan}")
         of_host = {host.name: ranks for host, ranks in zip(assignment.hosts, assignment.ranks, strict=True)}
     except RuntimeFault:
         of_host = _nearest(hosts, machines)
@@ -124,20 +124,20 @@ def remapped(
 def _nearest(hosts: Sequence[str], machines: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """Ranks of each host where the plan does not fit: most ranks first, on the emptiest host."""
     free = {host: hosts.count(host) for host in dict.fromkeys(hosts)}
-    found: dict[str, list[int]] = {host: [] for host in free}
+    ranks_of: dict[str, list[int]] = {host: [] for host in free}
     placed = {rank for ranks in machines.values() for rank in ranks}
     waiting = [rank for rank in range(len(hosts)) if rank not in placed]
     for ranks in sorted(machines.values(), key=lambda ranks: -len(ranks)):
         host = max(free, key=lambda host: free[host])
         fitting = ranks[: free[host]]
         waiting += ranks[len(fitting) :]
-        found[host] += fitting
+        ranks_of[host] += fitting
         free[host] -= len(fitting)
     for rank in sorted(waiting):
         host = next(host for host, left in free.items() if left)
-        found[host].append(rank)
+        ranks_of[host].append(rank)
         free[host] -= 1
-    return {host: tuple(sorted(ranks)) for host, ranks in found.items()}
+    return {host: tuple(sorted(ranks)) for host, ranks in ranks_of.items()}
 
 
 def _notes(

@@ -52,7 +52,7 @@ class Subject:
     Attributes:
         title: of the page.
         build: the program; for communication between ranks and memory over time.
-        cluster: for capacities, and the topology beside the communication.
+        cluster: for capacities, and the topology next to the communication.
         tensors: rows of the table.
         beside: name -> another forecast of the same training to compare with, or the reason why there is
             none.

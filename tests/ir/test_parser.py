@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.programs.graph_equality import same_graph
+from support.ops.graph_equality import same_graph
 from support.programs.random_programs import MESHES, OVERLAPPING, PIPELINES, programs
 
 from distgraph import ops

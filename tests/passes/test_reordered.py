@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.ops.graph_equality import same_graph
 from support.ops.windows import pinned, windows
-from support.programs.graph_equality import same_graph
 from support.programs.partitioned import assert_same, run_partitioned, run_serial
 
 from distgraph import ops

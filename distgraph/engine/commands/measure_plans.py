@@ -43,10 +43,10 @@ def measured_best(
         plans: in words, and as plans with a forecast.
         argv: script and its arguments.
         hosts: on which the ranks run; this machine where there are none.
-        watch: told which plan is measured.
+        watch: called with the name of the plan that is measured.
 
     Returns:
-        The fastest plan, with the measured seconds of all beside their forecasts in `search.measured`.
+        The fastest plan, with the measured seconds and the forecasts of all in `search.measured`.
 
     Raises:
         RuntimeFault: no plan ran.

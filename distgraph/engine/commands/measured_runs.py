@@ -97,10 +97,10 @@ def _check_columns(names: Sequence[str], path: str) -> None:
             f"{', '.join(_REQUIRED)} and either plan or {', '.join(_DEGREES)}"
         )
     shapes = {field.name for _, config in _MODELS.values() for field in fields(config)}
-    known = {*_REQUIRED, *_DEGREES, *_OPTIONAL, *shapes}
+    columns = {*_REQUIRED, *_DEGREES, *_OPTIONAL, *shapes}
     for name in names:
-        if name not in known or names.count(name) > 1:
-            how = "is there twice" if name in known else "is unknown"
+        if name not in columns or names.count(name) > 1:
+            how = "is there twice" if name in columns else "is unknown"
             raise ResourceError(
                 f"{path}: column {name!r} {how}; there are {', '.join((*_REQUIRED, *_DEGREES, *_OPTIONAL))} "
                 "and the fields of the models' configurations"

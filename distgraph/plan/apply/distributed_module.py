@@ -56,14 +56,14 @@ class Pipeline:
     ) -> torch.Tensor:
         """Gradients of a step from the rows of this rank; returns its part of the mean loss."""
         self._loss = loss
-        found: list[torch.Tensor] = []
+        gradients: list[torch.Tensor] = []
         if self.number == 0:
             self._schedule.step(*inputs)
         elif self.number == self.last:
-            self._schedule.step(target=target, losses=found)
+            self._schedule.step(target=target, losses=gradients)
         else:
             self._schedule.step()
-        return torch.stack(found).mean().detach() / self.width if found else torch.zeros(())
+        return torch.stack(gradients).mean().detach() / self.width if gradients else torch.zeros(())
 
     def _loss_of(self, output: Any, target: Any) -> Any:
         assert self._loss is not None

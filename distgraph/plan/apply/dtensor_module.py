@@ -141,15 +141,15 @@ def distribute_parameters(module: torch.nn.Module, mesh: Any, layout: Callable[[
         mesh: of one dim.
         layout: path of a parameter -> the dim that the mesh splits, or None.
     """
-    made: dict[int, torch.nn.Parameter] = {}
+    replaced: dict[int, torch.nn.Parameter] = {}
     for path, owner in module.named_modules():
         for name, old in list(owner.named_parameters(recurse=False)):
-            if id(old) not in made:
+            if id(old) not in replaced:
                 dim = layout(f"{path}.{name}" if path else name)
                 placement = Replicate() if dim is None else Shard(dim)
                 values = distribute_tensor(old.detach(), mesh, [placement], src_data_rank=None)
-                made[id(old)] = torch.nn.Parameter(values, requires_grad=old.requires_grad)
-            owner.register_parameter(name, made[id(old)])
+                replaced[id(old)] = torch.nn.Parameter(values, requires_grad=old.requires_grad)
+            owner.register_parameter(name, replaced[id(old)])
 
 
 def constrain_outputs(module: torch.nn.Module, outputs: Mapping[str, Output], prefix: str = "") -> None:

@@ -74,8 +74,8 @@ def check_equal_values(module: torch.nn.Module) -> None:
     """Raises ShardingError where ranks start from different values of a parameter. Collective."""
     named = dict(module.named_parameters())
     sums = [p.detach().double().sum() for p in named.values()]
-    mine = torch.stack(sums) if sums else torch.zeros(0)
-    least, most = mine.clone(), mine.clone()
+    local_sums = torch.stack(sums) if sums else torch.zeros(0)
+    least, most = local_sums.clone(), local_sums.clone()
     dist.all_reduce(least, dist.ReduceOp.MIN)
     dist.all_reduce(most, dist.ReduceOp.MAX)
     for name, low, high in zip(named, least.tolist(), most.tolist(), strict=True):

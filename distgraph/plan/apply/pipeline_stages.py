@@ -119,11 +119,11 @@ def split_model(
 def _tie(stage: torch.nn.Module, module: torch.nn.Module) -> None:
     """Make names of one parameter of the model one parameter of the stage again."""
     identity = {name: id(p) for name, p in module.named_parameters(remove_duplicate=False)}
-    made: dict[int, torch.nn.Parameter] = {}
+    replaced: dict[int, torch.nn.Parameter] = {}
     for path, owner in stage.named_modules():
         for name, parameter in list(owner.named_parameters(recurse=False)):
             full = (f"{path}.{name}" if path else name).removeprefix(PREFIX)
-            owner.register_parameter(name, made.setdefault(identity[full], parameter))
+            owner.register_parameter(name, replaced.setdefault(identity[full], parameter))
 
 
 class TiedGradients:
@@ -141,10 +141,12 @@ class TiedGradients:
         stages: Sequence[torch.nn.Module],
         ranks: Sequence[Sequence[int]],
     ) -> None:
-        held = [{name.removeprefix(PREFIX) for name, _ in all_parameters(stage)} for stage in stages]
+        names_of_stages = [
+            {name.removeprefix(PREFIX) for name, _ in all_parameters(stage)} for stage in stages
+        ]
         self._groups: list[tuple[tuple[str, ...], Any]] = []
         for names in tied:
-            owners = [number for number, known in enumerate(held) if known & set(names)]
+            owners = [number for number, known in enumerate(names_of_stages) if known & set(names)]
             for column in zip(*(ranks[number] for number in owners), strict=True):
                 group = dist.new_group(list(column)) if len(owners) > 1 else None
                 if group is not None and dist.get_rank() in column:

@@ -192,10 +192,10 @@ def check_parameters(plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> None:
         shapes: name -> shape of every parameter of the model; a tied one under each of its names.
 
     Raises:
-        ShardingError: the model lacks a parameter of the plan, has one of another shape, or has one that the
-            plan does not know.
+        ShardingError: the model has no parameter of a name of the plan, or one of another shape, or one that
+            the plan does not know.
     """
-    known = surface(plan).tensors
+    tensors = surface(plan).tensors
     planned = [name for name, tensor in plan.tensors.items() if tensor.kind == "param"]
     missing = [name for name in planned if name not in shapes]
     if missing:
@@ -204,8 +204,8 @@ def check_parameters(plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> None:
             "not; apply it to the model that it was made for"
         )
     for name in planned:
-        if name in known and known[name].shape != shapes[name]:
+        if name in tensors and tensors[name].shape != shapes[name]:
             raise ShardingError(
-                f"parameter {name} is {list(shapes[name])} in the model but {list(known[name].shape)} in the "
-                "plan; make the plan from the model, with dg.frontends.torch.import_module"
+                f"parameter {name} is {list(shapes[name])} in the model but {list(tensors[name].shape)} in "
+                "the plan; make the plan from the model, with dg.frontends.torch.import_module"
             )

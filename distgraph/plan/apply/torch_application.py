@@ -147,7 +147,7 @@ def _tied(module: torch.nn.Module) -> list[list[str]]:
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    return [every for every in names.values() if len(every) > 1]
+    return [group for group in names.values() if len(group) > 1]
 
 
 def _split(
@@ -164,15 +164,15 @@ def _split(
 def _stand_ins(plan: Plan, module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Inputs of zeros, of the shapes and dtypes that the plan was made for."""
     arguments = inspect.signature(module.forward).parameters
-    found = {}
+    replacements = {}
     for name, text in plan.program.inputs.items():
         dtype, _, sizes = text.rstrip("]").partition("[")
         if name in arguments and dtype in _DTYPES:
             shape = [int(size) for size in sizes.split(",")] if sizes else []
-            found[name] = torch.zeros(shape, dtype=_DTYPES[dtype])
-    if not found:
+            replacements[name] = torch.zeros(shape, dtype=_DTYPES[dtype])
+    if not replacements:
         raise ShardingError(
             f"plan of {plan.program.name} has the inputs {', '.join(plan.program.inputs)} but forward of "
             f"{type(module).__name__} takes {', '.join(arguments)}; give example_inputs, a dict of tensors"
         )
-    return found
+    return replacements

@@ -321,7 +321,7 @@ def layering(graph: Graph, layers: Sequence[Layer]) -> Layering:
     layer reads belongs to that layer; one that several layers read belongs to none.
 
     Raises:
-        GraphError: a layer names an op that the graph lacks, or a forward op is in no layer or in two.
+        GraphError: a layer names an op that is not in the graph, or a forward op is in no layer or in two.
     """
     of = _assign(graph, layers)
     members: dict[int, list[Op]] = {number: [] for number in (REST, *range(len(layers)))}

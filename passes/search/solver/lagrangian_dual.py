@@ -84,7 +84,7 @@ class Dual:
         return rounded
 
     def price_out(self, mask: Mask, penalty: float) -> None:
-        """Add a penalty to the costs [strategies] outside a mask; the bound begins anew."""
+        """Add a penalty to the costs [strategies] outside a mask; the bound is reset."""
         self.flat = replace(self.flat, cost=np.where(mask, self.flat.cost, self.flat.cost + penalty))
         self.bound, self._length, self._idle = -math.inf, 1.0, 0
 

@@ -125,7 +125,7 @@ class _Change:
 
 
 def _keep_times(network: Network, times: Numbers) -> None:
-    """Number the times anew; uses of one node over the same of them become one use."""
+    """Renumber the times; uses of one node over the same times become one use."""
     network.times, network.room = network.times[times], network.room[times]
     for node, uses in network.uses.items():
         merged: dict[tuple[int, int], Floats] = {}

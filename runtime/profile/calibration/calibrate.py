@@ -113,20 +113,20 @@ def calibrate(
             f"that were held out; give runs of {LEAST_GROUPS} models or numbers of devices at least"
         )
     measured = np.array([run.seconds for run in runs])
-    every = numbers(cluster, runtime)
-    starts = {number.parameter.name: number.parameter.start for number in every}
-    found = responses(runs, cluster, runtime, every, starts, workers=workers)
-    before = float(np.mean(np.abs(found.seconds / measured - 1.0)))
-    found = found.only(_determined(found))
-    fitted = fit([each.parameter for each in found.numbers], found.at, measured)
+    all_numbers = numbers(cluster, runtime)
+    starts = {number.parameter.name: number.parameter.start for number in all_numbers}
+    model = responses(runs, cluster, runtime, all_numbers, starts, workers=workers)
+    before = float(np.mean(np.abs(model.seconds / measured - 1.0)))
+    model = model.only(_determined(model))
+    fitted = fit([each.parameter for each in model.numbers], model.at, measured)
     for number in range(1, rounds):
         _report(watch, number, rounds, fitted)
-        found = responses(runs, cluster, runtime, found.numbers, {**starts, **fitted.values}, workers=workers)
-        fitted = fit([each.parameter for each in found.numbers], found.at, measured)
+        model = responses(runs, cluster, runtime, model.numbers, {**starts, **fitted.values}, workers=workers)
+        fitted = fit([each.parameter for each in model.numbers], model.at, measured)
     _report(watch, rounds, rounds, fitted)
     base = {**starts, **fitted.values}
     last = responses(runs, cluster, runtime, (), base, workers=workers)
-    held_out = last.seconds / found.at(base) * _held_out(found, measured, groups)
+    held_out = last.seconds / model.at(base) * _held_out(model, measured, groups)
     prior = errors_of(cluster, range(len(cluster.devices)), runtime)
     return Calibration(
         runs,
@@ -145,19 +145,19 @@ def _report(watch: Callable[[str], None] | None, number: int, rounds: int, fitte
         watch(f"round {number} of {rounds}: mean error {fitted.deviation:.1%}")
 
 
-def _determined(found: Responses) -> list[str]:
+def _determined(model: Responses) -> list[str]:
     """The names of the numbers on which some run depends."""
-    effects = np.max(np.abs(found.parts) / found.seconds[:, None], axis=0)
-    names = [number.parameter.name for number in found.numbers]
+    effects = np.max(np.abs(model.parts) / model.seconds[:, None], axis=0)
+    names = [number.parameter.name for number in model.numbers]
     return [name for name, effect in zip(names, effects, strict=True) if effect >= _DETERMINED]
 
 
-def _held_out(found: Responses, measured: Array, groups: Sequence[str]) -> Array:
+def _held_out(model: Responses, measured: Array, groups: Sequence[str]) -> Array:
     """Seconds of every run by a fit to the groups of the other folds."""
     result = np.empty(len(measured))
-    parameters = [number.parameter for number in found.numbers]
+    parameters = [number.parameter for number in model.numbers]
     for fold, others in splits(len(measured), group_folds(groups)):
-        result[fold] = found.at(fit(parameters, found.at, measured, others).values)[fold]
+        result[fold] = model.at(fit(parameters, model.at, measured, others).values)[fold]
     return result
 
 
@@ -170,14 +170,16 @@ def _errors(
 ) -> ForecastErrors:
     groups = [run.group for run in runs]
     residuals = np.log(np.array([run.seconds for run in runs]) / held_out)
-    found = fit_errors(residuals, last.shares, groups, before)
-    weighed = [at for at, run in enumerate(runs) if run.memory is not None]
+    fitted = fit_errors(residuals, last.shares, groups, before)
+    weighed = [number for number, run in enumerate(runs) if run.memory is not None]
     memory = before.memory
     if weighed:
-        memory = memory_error(last.memory[weighed], np.array([runs[at].memory for at in weighed], float))
+        memory = memory_error(
+            last.memory[weighed], np.array([runs[number].memory for number in weighed], float)
+        )
     mean = float(np.mean(np.abs(np.exp(-residuals) - 1.0)))
     return replace(
-        found,
+        fitted,
         memory=float(f"{memory:.4g}"),
         runtime=runtime.name,
         runs=len(runs),

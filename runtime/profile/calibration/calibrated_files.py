@@ -1,4 +1,4 @@
-"""Write a calibrated resource file, and a runtime model beside it, with the errors of their forecasts.
+"""Write a calibrated resource file, and a runtime model next to it, with the errors of their forecasts.
 
 *In:* a `Calibration`, the files that it started from. *Out:* YAML for `load_cluster` and `load_runtime`.
 *Invariant:* only numbers that the runs determine change. Each has an origin, or a source, that says so and
@@ -34,11 +34,11 @@ _ABOUT: Final = "fitted to measured steps (distgraph calibrate)"
 
 
 def runtime_path(output: str) -> str:
-    """Where the runtime model is written: beside the resource file."""
+    """Where the runtime model is written: next to the resource file."""
     return str(Path(output).with_suffix("")) + ".runtime.yaml"
 
 
-def write_calibrated(output: str, cluster: str, runtime: str, found: Calibration) -> tuple[str, ...]:
+def write_calibrated(output: str, cluster: str, runtime: str, calibration: Calibration) -> tuple[str, ...]:
     """Write the resource file, and the runtime model if some of its numbers were fitted.
 
     Args:
@@ -53,45 +53,45 @@ def write_calibrated(output: str, cluster: str, runtime: str, found: Calibration
         ResourceError: a file cannot be read or written.
     """
     document, head = read_document(cluster)
-    _apply_cluster(document, found)
+    _apply_cluster(document, calibration)
     text = head + as_yaml(document)
     parse_cluster(text, output)  # what cannot be loaded is not written
-    if not any(name.startswith(RUNTIME) for name in found.fit.values):
+    if not any(name.startswith(RUNTIME) for name in calibration.fit.values):
         write_atomically(output, text, ResourceError)
         return (output,)
-    beside = runtime_path(output)
+    runtime_file = runtime_path(output)
     model = runtime_document(runtime)
-    _apply_runtime(model, found)
+    _apply_runtime(model, calibration)
     model_text = as_yaml(model)
-    parse_runtime(model_text, beside)
+    parse_runtime(model_text, runtime_file)
     write_atomically(output, text, ResourceError)
-    write_atomically(beside, model_text, ResourceError)
-    return output, beside
+    write_atomically(runtime_file, model_text, ResourceError)
+    return output, runtime_file
 
 
-def _apply_cluster(document: dict[str, Any], found: Calibration) -> None:
-    values, cluster = found.fit.values, found.cluster
+def _apply_cluster(document: dict[str, Any], calibration: Calibration) -> None:
+    values, cluster = calibration.fit.values, calibration.cluster
     if "launch" in values:
         document["launch"] = format_time(values["launch"])
-        document["origin"] = str(_origin(found, "launch"))
+        document["origin"] = str(_origin(calibration, "launch"))
     for device in {device.origin: device for device in cluster.devices}.values():
         prefix = f"devices.{device.model}."
         names = [name.removeprefix(prefix) for name in values if name.startswith(prefix)]
         if names:
-            _apply_device(entry_at(document, device.origin), names, prefix, found)
-    _apply_links(document, cluster, found)
-    document["errors"] = _stated(found.errors)
+            _apply_device(entry_at(document, device.origin), names, prefix, calibration)
+    _apply_links(document, cluster, calibration)
+    document["errors"] = _stated(calibration.errors)
 
 
-def _apply_device(entry: dict[str, Any], names: list[str], prefix: str, found: Calibration) -> None:
+def _apply_device(entry: dict[str, Any], names: list[str], prefix: str, calibration: Calibration) -> None:
     """Numbers of `compute`, such as compute.launch and compute.matmul.f16.half."""
     model = prefix.removeprefix("devices.").removesuffix(".")
-    device = next(device for device in found.cluster.devices if device.model == model)
+    device = next(device for device in calibration.cluster.devices if device.model == model)
     compute = entry.setdefault("compute", {})
     origins: dict[str, Origin] = {}
     for name in names:
         _, group, *rest = name.split(".")
-        origin = _origin(found, prefix + name)
+        origin = _origin(calibration, prefix + name)
         if rest:  # matmul, dtype, efficiency or half
             rate = device.compute.matmul[rest[0]]
             half = [_short(each) for each in rate.half]
@@ -104,21 +104,21 @@ def _apply_device(entry: dict[str, Any], names: list[str], prefix: str, found: C
             compute[group] = format_time(number) if group == "launch" else _short(number)
             origins[name] = origin
     before = entry.get("origin", {})
-    kept = dict(before) if isinstance(before, dict) else {"": before}
-    entry["origin"] = kept | {name: str(origin) for name, origin in origins.items()}
+    table = dict(before) if isinstance(before, dict) else {"": before}
+    entry["origin"] = table | {name: str(origin) for name, origin in origins.items()}
 
 
-def _apply_links(document: dict[str, Any], cluster: Cluster, found: Calibration) -> None:
+def _apply_links(document: dict[str, Any], cluster: Cluster, calibration: Calibration) -> None:
     """Bandwidth and latency of every entry of a kind change by the factor of the kind."""
     entries = {(link.kind, link.origin) for link in cluster.links if scalable(link)}
     for kind, origin in sorted(entries):
         entry = entry_at(document, origin)
         for name, write in (("bandwidth", format_bandwidth), ("latency", format_time)):
             path = f"links.{kind}.{name}"
-            if path in found.fit.values and name in entry:
+            if path in calibration.fit.values and name in entry:
                 first = next(link for link in cluster.links if link.origin == origin)
                 entry[name] = write(_of_entry(first, name, entry))
-                set_origins(entry, {name: _origin(found, path)})
+                set_origins(entry, {name: _origin(calibration, path)})
 
 
 def _of_entry(link: Link, name: str, entry: Mapping[str, Any]) -> float:
@@ -130,21 +130,21 @@ def _of_entry(link: Link, name: str, entry: Mapping[str, Any]) -> float:
     return float(getattr(link, name)) / lanes
 
 
-def _apply_runtime(document: dict[str, Any], found: Calibration) -> None:
-    held_out = f"groups of runs; {found.errors.runs} runs, mean error {found.held_out_error:.1%}"
+def _apply_runtime(document: dict[str, Any], calibration: Calibration) -> None:
+    held_out = f"groups of runs; {calibration.errors.runs} runs, mean error {calibration.held_out_error:.1%}"
     sources = document.setdefault("sources", {})
-    for path, value in found.fit.values.items():
+    for path, value in calibration.fit.values.items():
         if not path.startswith(RUNTIME):
             continue
         section, name = path.split(".")
         document.setdefault(section, {})[name] = _short(value) if section == "kernels" else format_time(value)
-        about = f"{_ABOUT}, within {found.fit.errors[path]:.0%}"
+        about = f"{_ABOUT}, within {calibration.fit.errors[path]:.0%}"
         sources[path] = {"kind": "fitted", "about": about, "held_out": held_out}
 
 
-def _origin(found: Calibration, name: str) -> Origin:
-    error = min(1.0, max(0.001, round(found.fit.errors[name], 3)))
-    return Origin("fitted", error, f"{len(found.runs)} measured steps under {found.runtime.name}")
+def _origin(calibration: Calibration, name: str) -> Origin:
+    error = min(1.0, max(0.001, round(calibration.fit.errors[name], 3)))
+    return Origin("fitted", error, f"{len(calibration.runs)} measured steps under {calibration.runtime.name}")
 
 
 def _error(origin: Origin) -> float:

@@ -49,8 +49,8 @@ def fit_errors(
 
     def loss(point: Array) -> float:
         variances = np.exp(2.0 * point)
-        own = np.where(real, variances[-1], 1.0)  # a row that only fills a group counts nothing
-        covariance = (parts * variances[:-1]) @ parts.transpose(0, 2, 1) + own[..., None] * np.eye(
+        independent = np.where(real, variances[-1], 1.0)  # a row that only fills a group counts nothing
+        covariance = (parts * variances[:-1]) @ parts.transpose(0, 2, 1) + independent[..., None] * np.eye(
             len(real.T)
         )
         distances = np.sum(observed * np.linalg.solve(covariance, observed[..., None])[..., 0])

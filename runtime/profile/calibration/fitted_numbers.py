@@ -50,19 +50,19 @@ class Number:
 
 def numbers(cluster: Cluster, runtime: RuntimeModel) -> tuple[Number, ...]:
     """All numbers that may be fitted, with their values in the files as starts."""
-    found: list[Number] = []
+    fitted: list[Number] = []
     for model, device in _devices(cluster).items():
-        found += _of_device(cluster, model, device, device.compute)
+        fitted += _of_device(cluster, model, device, device.compute)
     links = {(link.kind, link.origin): link for link in cluster.links if scalable(link)}
     for kind in dict.fromkeys(kind for kind, _ in links):
         first = next(link for (other, _), link in links.items() if other == kind)
         for name, number in (("bandwidth", first.bandwidth), ("latency", first.latency)):
             if number:
                 origin = cluster.origin_of(f"{first.origin}.{name}")
-                found.append(_number(f"links.{kind}.{name}", number, origin, faster=name == "bandwidth"))
+                fitted.append(_number(f"links.{kind}.{name}", number, origin, faster=name == "bandwidth"))
     if cluster.launch:
-        found.append(_number("launch", cluster.launch, cluster.origin_of("launch")))
-    return (*found, *_of_runtime(cluster, runtime))
+        fitted.append(_number("launch", cluster.launch, cluster.origin_of("launch")))
+    return (*fitted, *_of_runtime(cluster, runtime))
 
 
 def scalable(link: Link) -> bool:
@@ -72,47 +72,47 @@ def scalable(link: Link) -> bool:
 
 def _devices(cluster: Cluster) -> dict[str, Device]:
     """The first device of each model."""
-    found: dict[str, Device] = {}
+    devices: dict[str, Device] = {}
     for device in cluster.devices:
-        found.setdefault(device.model, device)
-    return found
+        devices.setdefault(device.model, device)
+    return devices
 
 
 def _of_device(cluster: Cluster, model: str, device: Device, compute: Compute) -> list[Number]:
-    found = []
+    fitted = []
     for dtype, rate in compute.matmul.items():
         path = f"compute.matmul.{dtype}"
         origin = cluster.origin_of(f"{device.origin}.{path}")
         name = f"devices.{model}.{path}"
-        found.append(_number(f"{name}.efficiency", rate.efficiency, origin, faster=True, most=1.0))
+        fitted.append(_number(f"{name}.efficiency", rate.efficiency, origin, faster=True, most=1.0))
         lengths = [half for half in rate.half if half]
         if lengths:
-            found.append(_number(f"{name}.half", lengths[0], origin, spread=2.0))
+            fitted.append(_number(f"{name}.half", lengths[0], origin, spread=2.0))
     for field, faster, most in (("memory_efficiency", True, 1.0), ("launch", False, None)):
         number = getattr(compute, field)
         if number:
             origin = cluster.origin_of(f"{device.origin}.compute.{field}")
-            found.append(
+            fitted.append(
                 _number(f"devices.{model}.compute.{field}", number, origin, faster=faster, most=most)
             )
-    return found
+    return fitted
 
 
 def _of_runtime(cluster: Cluster, runtime: RuntimeModel) -> list[Number]:
     """Times of the host, the start of messages, and the bytes of an update where the runtime states them."""
     hosts = cluster.devices[0].compute.host.replaced_by(runtime.host)
-    found = []
+    fitted = []
     for field, guess in _HOST.items():
         stated = getattr(hosts, field)
         spread = 2.0 if stated else _UNSTATED
-        found.append(_number(f"host.{field}", stated or guess, None, spread=spread, width=100.0))
+        fitted.append(_number(f"host.{field}", stated or guess, None, spread=spread, width=100.0))
     start = runtime.messages.start or cluster.launch
     if start:
         stated = 2.0 if runtime.messages.start else _UNSTATED
-        found.append(_number("messages.start", start, None, spread=stated, width=100.0))
+        fitted.append(_number("messages.start", start, None, spread=stated, width=100.0))
     if runtime.kernels.update_bytes:
-        found.append(_number("kernels.update_bytes", runtime.kernels.update_bytes, None, spread=1.5))
-    return found
+        fitted.append(_number("kernels.update_bytes", runtime.kernels.update_bytes, None, spread=1.5))
+    return fitted
 
 
 def _number(

@@ -114,9 +114,9 @@ def fit(
     freedom = max(1, len(chosen) - len(parameters))
     noise = float(np.sum(residuals(solved.x)[: len(chosen)] ** 2)) / freedom
     spreads = np.sqrt(np.diag(covariance) * max(noise, 1e-12))
-    found = values(solved.x)
-    error = float(np.mean(deviations(forecast(found)[chosen], measured[chosen])))
-    return Fit(found, {p.name: float(s) for p, s in zip(parameters, spreads, strict=True)}, error)
+    fitted = values(solved.x)
+    error = float(np.mean(deviations(forecast(fitted)[chosen], measured[chosen])))
+    return Fit(fitted, {p.name: float(s) for p, s in zip(parameters, spreads, strict=True)}, error)
 
 
 def _check(parameters: Sequence[Parameter], measured: Array) -> None:
@@ -134,10 +134,10 @@ def _check(parameters: Sequence[Parameter], measured: Array) -> None:
 
 def by_group(keys: Sequence[Hashable]) -> list[Rows]:
     """Row numbers of each fold, one fold for each key."""
-    found: dict[Hashable, list[int]] = {}
+    groups: dict[Hashable, list[int]] = {}
     for row, key in enumerate(keys):
-        found.setdefault(key, []).append(row)
-    return [np.array(rows) for rows in found.values()]
+        groups.setdefault(key, []).append(row)
+    return [np.array(rows) for rows in groups.values()]
 
 
 def group_folds(keys: Sequence[Hashable], folds: int = 10) -> list[Rows]:

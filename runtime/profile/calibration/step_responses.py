@@ -7,7 +7,7 @@ values, and of every number the seconds that are proportional to it.
     seconds(values) = forecast(base) + sum over numbers of part * growth(value, base)
 
 with growth = base / value - 1 for a rate and value / base - 1 for a time. This is exact as long as the same
-tasks and roofs decide; a calibration takes it anew at the values that it has found.
+tasks and roofs decide; a calibration computes it again at the values that it has found.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ class Responses:
     def only(self, names: Iterable[str]) -> Responses:
         """The same of some of the numbers."""
         chosen = set(names)
-        kept = [at for at, number in enumerate(self.numbers) if number.parameter.name in chosen]
-        numbers = tuple(self.numbers[at] for at in kept)
-        return Responses(numbers, self.base, self.seconds, self.parts[:, kept], self.shares, self.memory)
+        columns = [column for column, number in enumerate(self.numbers) if number.parameter.name in chosen]
+        numbers = tuple(self.numbers[column] for column in columns)
+        return Responses(numbers, self.base, self.seconds, self.parts[:, columns], self.shares, self.memory)
 
 
 def responses(
@@ -127,15 +127,15 @@ def _response(index: int) -> tuple[float, list[float], list[float], float]:
     program = runs[index].program()
     dtypes = {value.dtype for op in program.lowered.ops for value in op.results}
     alone = len(program.ranks) == 1
-    wanted = [_may_matter(number.parameter.name, dtypes, alone) for number in numbers]
+    relevant = [_may_matter(number.parameter.name, dtypes, alone) for number in numbers]
     changed = []
-    for number in itertools.compress(numbers, wanted):
+    for number in itertools.compress(numbers, relevant):
         name = number.parameter.name
         changed.append({**base, name: base[name] / _STEP if number.faster else base[name] * _STEP})
     cases = (applied(cluster, runtime, values) for values in (base, *changed))
     first, *others = forecasts(program, cases)
     slower = iter((other.step_seconds - first.step_seconds) / (_STEP - 1.0) for other in others)
-    parts = [next(slower) if used else 0.0 for used in wanted]
+    parts = [next(slower) if used else 0.0 for used in relevant]
     return first.step_seconds, parts, [first.shares.get(kind, 0.0) for kind in KINDS], first.peak_memory
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.programs.graph_equality import same_graph
+from support.ops.graph_equality import same_graph
 
 import distgraph as dg
 from distgraph import nn, optim
