@@ -14,6 +14,7 @@ from distgraph.passes import (
     partition,
     reshard,
     serial,
+    split_backward,
     split_tasks,
 )
 from distgraph.passes.pass_registry import PassContext, register_pass
@@ -31,5 +32,6 @@ __all__ = [
     "register_pass",
     "reshard",
     "serial",
+    "split_backward",
     "split_tasks",
 ]

@@ -19,6 +19,14 @@ Eager 1F1B (Zhuang et al., On Optimizing the Communication of Model Parallelism,
 forwards as early as room for 2 (p - i) - 1 micro-batches on stage i allows: a message in each direction is on
 its way while a stage computes, for more memory. It is ahead where the links between stages are slow.
 
+Interleaved 1F1B (Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using
+Megatron-LM, SC 2021, section 2.2) is for pipelines that reach every stage v times, each time with another
+chunk of the layers: the pipeline fills and drains in 1/v of the time, for more messages and more
+micro-batches alive. ZB-H1 (Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, section 2.3) computes the
+gradients of activations and of parameters in two parts; the second ones wait until a stage has nothing else
+to do. With three parts of the same length the bubble is a third of that of 1F1B, and no stage holds more than
+p micro-batches.
+
 Example, the order of one stage after another as a table:
 
     >>> def one_stage_at_a_time(stages: int, micro_batches: int) -> Table:
@@ -36,6 +44,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise, zip_longest
 from typing import Protocol
 
 from distgraph.errors import GraphError
@@ -53,17 +62,20 @@ class StageTask(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """The forward or backward part of one micro-batch on one stage.
+    """A part of one micro-batch on one stage.
 
     Args:
-        phase: "forward" or "backward".
+        phase: "forward", "backward", or "weight" for the gradients of parameters where these are computed
+            apart from the backward part.
         stage: position in the pipeline, 0 for the first.
         micro_batch: its number, from 0.
+        chunk: number of earlier visits of the micro-batch to this stage, in forward order.
     """
 
     phase: str
     stage: int
     micro_batch: int
+    chunk: int = 0
 
 
 Credits = Callable[[StageTask, StageTask, int, bool], int | None]
@@ -112,11 +124,15 @@ class SchedulePolicy:
         table: (number of stages, number of micro-batches) -> table of actions, in place of priorities. Each
             rank starts the compute tasks of an action when those of its earlier actions have started.
             Transfers are ordered by the time of their action but do not wait for their turn.
+        chunked_table: (stages, micro-batches, chunks) -> table of actions, for pipelines that reach every
+            stage several times; in place of `table`.
+        splits_backward: the gradients of parameters are computed in tasks of their own (pass
+            `split_backward`).
         in_flight: (stage, stages, micro-batches) -> number of micro-batches whose activations the stage holds
             at most. It may depend on the stage only by the number of stages behind it, stages - stage, and
             must not fall with that number.
         fill: share of the time of the other stages for which a step waits while the pipeline fills and
-            drains: 1 where whole micro-batches fill it.
+            drains: 1 where whole micro-batches fill it. That of ZB-H1 is for three parts of equal length.
         waits_for_transfers: the transfer to the next stage is part of a stage's period, since only as many
             micro-batches are in flight as stages follow. False where enough are in flight to hide it.
         searched: the search considers this schedule (`Strategy(mode="auto")`).
@@ -130,11 +146,18 @@ class SchedulePolicy:
     forward_is_done_first: bool = False
     relative: bool = False
     table: Callable[[int, int], Table] | None = None
+    chunked_table: Callable[[int, int, int], Table] | None = None
+    splits_backward: bool = False
     in_flight: Callable[[int, int, int], int] = _all_micro_batches
     fill: float = 1.0
     waits_for_transfers: bool = True
     searched: bool = False
     export_names: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def has_table(self) -> bool:
+        """Whether the order is that of a table of actions."""
+        return self.table is not None or self.chunked_table is not None
 
 
 def _one_f_one_b_credits(source: StageTask, target: StageTask, stages: int, turns: bool) -> int | None:
@@ -160,6 +183,52 @@ def _eager_credits(source: StageTask, target: StageTask, stages: int, turns: boo
 
 def _twice_the_stages_left(stage: int, stages: int, micro_batches: int) -> int:
     return min(micro_batches, 2 * (stages - stage) - 1)
+
+
+def _interleaved_table(stages: int, micro_batches: int, chunks: int) -> Table:
+    """Megatron-LM's order: groups of micro-batches, as many as stages or more, through all chunks."""
+    count = max(1, micro_batches // stages)
+    ends = [-(-micro_batches * n // count) for n in range(count + 1)]
+    groups = [range(start, stop) for start, stop in pairwise(ends)]
+    size = max(stages, *map(len, groups))
+    visits = [(chunk, n) for group in groups for chunk in range(chunks) for n in group]
+    back = [(chunk, n) for group in groups for chunk in reversed(range(chunks)) for n in group]
+    table = {}
+    for stage in range(stages):
+        up = [Action("forward", stage, n, chunk) for chunk, n in visits]
+        down = [Action("backward", stage, n, chunk) for chunk, n in back]
+        first = min(len(up), 2 * (stages - stage - 1) + (chunks - 1) * size + 1)
+        order = [*up[:first], *_alternate(down, up[first:])]
+        table.update({(stage, time): action for time, action in enumerate(order)})
+    return table
+
+
+def _alternate(first: list[Action], second: list[Action]) -> list[Action]:
+    """Actions of two lists in turn, then those of the longer one."""
+    return [action for pair in zip_longest(first, second) for action in pair if action is not None]
+
+
+def _zero_bubble_table(stages: int, micro_batches: int) -> Table:
+    """1F1B with gradients of parameters as many micro-batches late as stages precede one."""
+    table = {}
+    for stage in range(stages):
+        ahead = min(micro_batches, stages - stage)
+        order = [Action("forward", stage, n) for n in range(ahead)]
+        for n in range(micro_batches):
+            order.append(Action("backward", stage, n))
+            if n >= stage:
+                order.append(Action("weight", stage, n - stage))
+            if n + ahead < micro_batches:
+                order.append(Action("forward", stage, n + ahead))
+        late = range(max(0, micro_batches - stage), micro_batches)
+        order += [Action("weight", stage, n) for n in late]
+        table.update({(stage, time): action for time, action in enumerate(order)})
+    return table
+
+
+def _zero_bubble_credits(source: StageTask, target: StageTask, stages: int, turns: bool) -> int | None:
+    """As under 1F1B; the order of the table alone limits what weight tasks read."""
+    return None if target.kind == "weight" else _one_f_one_b_credits(source, target, stages, turns)
 
 
 ONE_F_ONE_B = SchedulePolicy(
@@ -188,7 +257,21 @@ GPIPE = SchedulePolicy(
     export_names={"torch": "ScheduleGPipe"},
 )
 
-_POLICIES = {policy.name: policy for policy in (ONE_F_ONE_B, GPIPE, EAGER_1F1B)}
+INTERLEAVED_1F1B = SchedulePolicy(
+    "interleaved-1f1b",
+    chunked_table=_interleaved_table,
+)
+ZB_H1 = SchedulePolicy(
+    "zb-h1",
+    _zero_bubble_credits,
+    _backward_first,
+    table=_zero_bubble_table,
+    splits_backward=True,
+    in_flight=_one_per_stage_left,
+    fill=1 / 3,
+)
+
+_POLICIES = {policy.name: policy for policy in (ONE_F_ONE_B, GPIPE, EAGER_1F1B, INTERLEAVED_1F1B, ZB_H1)}
 
 
 def register_schedule(policy: SchedulePolicy) -> SchedulePolicy:

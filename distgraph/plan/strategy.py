@@ -41,7 +41,8 @@ class Strategy:
             a pipeline work on different ones at the same time. A batch that does not divide takes fewer.
             None for 1; in mode "auto" for the best number, else that mode keeps to what is given, which
             has to divide the batch.
-        schedule: order of the micro-batches in a pipeline: "1f1b", "gpipe" or one that the program has
+        schedule: order of the micro-batches in a pipeline: "1f1b", "gpipe", "eager-1f1b", "zb-h1",
+            "interleaved-1f1b" for stages that are reached several times, or one that the program has
             registered (see `distgraph.plan.pipeline_schedules`). None for "1f1b", in mode "auto" for the
             best one.
         stages, borders, layers, recompute, uniform: decisions that mode "auto" keeps to; what is not given

@@ -8,11 +8,14 @@ from functools import cached_property
 from distgraph.ir.graph import Graph
 from distgraph.passes.partition import RankProgram
 from distgraph.passes.pass_pipeline import Pipeline, Watch, pipeline, run_passes
-from distgraph.passes.pass_registry import PassContext
+from distgraph.passes.pass_registry import PASSES, PassContext
 from distgraph.passes.redistribution.planner import Price, wire_price
 from distgraph.passes.split_tasks import Parts
+from distgraph.plan.pipeline_schedules import schedule_policy
 from distgraph.runtime.schedule.task import Edge, Task, TaskGraph
 from distgraph.runtime.schedule.task_order import Schedule, schedule
+
+_SPLIT = "split_backward"
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,10 @@ class ReshardedProgram:
     def build(self, policy: str, price: Price = wire_price, watch: Watch | None = None) -> Build:
         """The compiled program; see `build`."""
         lowered = self.lower(price, watch)
-        parts: Parts = run_passes(lowered, self.pipeline.reaching("tasks"), watch=watch, verified=False)
+        passes = self.pipeline.reaching("tasks")
+        if schedule_policy(policy).splits_backward and PASSES[_SPLIT] not in passes:
+            passes = (*passes, PASSES[_SPLIT])
+        parts: Parts = run_passes(lowered, passes, watch=watch, verified=False)
         planned = self.planned if self.pipeline.within("completed") else None
         return Build(self.completed, lowered, parts, policy, self.pipeline, planned)
 

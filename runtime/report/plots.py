@@ -34,8 +34,8 @@ MOST_BARS = 12_000
 """Limit on the bars of one figure; browsers stay responsive up to about this number."""
 COLORS = {
     "load": "#7f8c8d", "forward": "#3b7dd8", "backward": "#2a9d6f", "send": "#b07aa1", "recv": "#9c755f",
-    "sync": "#e0a030", "optimize": "#8e5bb5", "op": "#5b9bd5", "wait": "#d64545", "host": "#f0b89a",
-    "collective": "#e0a030", "idle": "#e4e4e4",
+    "weight": "#7cc4a1", "sync": "#e0a030", "optimize": "#8e5bb5", "op": "#5b9bd5", "wait": "#d64545",
+    "host": "#f0b89a", "collective": "#e0a030", "idle": "#e4e4e4",
 }  # fmt: skip
 _MEMORY_COLORS = {
     "parameters": "#3b7dd8", "gradients": "#2a9d6f", "states": "#8e5bb5", "activations": "#e0a030",

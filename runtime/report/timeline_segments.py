@@ -16,7 +16,7 @@ from distgraph.runtime.forecast.forecast import Forecast
 from distgraph.runtime.forecast.stream_model import Span, TaskTime
 from distgraph.runtime.schedule.timeline import Interval
 
-TASKS = ("load", "forward", "backward", "send", "recv", "sync", "optimize")
+TASKS = ("load", "forward", "backward", "weight", "send", "recv", "sync", "optimize")
 _ROUNDING = 1e-9  # of the step: shorter gaps are rounding
 
 

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 
 from distgraph.errors import GraphError
 from distgraph.plan.pipeline_schedules import Action, SchedulePolicy
-from distgraph.runtime.schedule.task import Task, TaskGraph
+from distgraph.runtime.schedule.task import Task, TaskGraph, topological_order
 
-_COMPUTE_KINDS = ("forward", "backward")
+_COMPUTE_KINDS = ("forward", "backward", "weight")
 
 
 class ActionTable:
@@ -26,7 +26,8 @@ class ActionTable:
         devices: task -> devices that run it.
 
     Raises:
-        GraphError: the table has an action twice, or lacks one that the graph has tasks for.
+        GraphError: the table has an action twice, or lacks one that the graph has tasks for; a schedule for
+            several chunks, and a stage has more or fewer than another.
     """
 
     def __init__(
@@ -36,11 +37,16 @@ class ActionTable:
         phase: Mapping[str, str],
         devices: Mapping[str, Sequence[int]],
     ) -> None:
-        assert policy.table is not None
         self._tasks = {task.name: task for task in graph.tasks}
         self._phase = phase
         self._devices = devices
-        table = policy.table(graph.stages, graph.micro_batches)
+        self._chunk = self._chunks(graph, policy)
+        chunks = 1 + max(self._chunk.values(), default=0)
+        if policy.chunked_table is not None:
+            table = policy.chunked_table(graph.stages, graph.micro_batches, chunks)
+        else:
+            assert policy.table is not None
+            table = policy.table(graph.stages, graph.micro_batches)
         ordered = sorted(table, key=lambda key: (key[1], key[0]))
         self._time = {table[key]: time for time, key in enumerate(ordered)}
         facts = f"its table for {graph.stages} stages and {graph.micro_batches} micro-batches"
@@ -55,7 +61,7 @@ class ActionTable:
             if not self._is_compute(task):
                 continue
             for micro in range(graph.micro_batches):
-                action = Action(phase[task.name], task.stage, micro)
+                action = self._action(task.name, micro)
                 if action not in self._time:
                     raise GraphError(f"schedule {policy.name}: {facts} lacks {_text(action)}; add it")
                 for device in devices[task.name]:
@@ -63,12 +69,48 @@ class ActionTable:
         self._order = [sorted(left) for left in self._left]
         self._next = [0] * len(self._order)
 
+    def _chunks(self, graph: TaskGraph, policy: SchedulePolicy) -> dict[str, int]:
+        """Compute task -> number of its chunk; 0 under a policy that does not tell chunks apart.
+
+        Raises:
+            GraphError: the policy does, and stages have different numbers of tasks.
+        """
+        groups: dict[tuple[str, int], list[str]] = {}
+        for name in topological_order(graph):
+            task = self._tasks[name]
+            if self._is_compute(task):
+                groups.setdefault((self._phase_of(name), task.stage), []).append(name)
+        if policy.chunked_table is None:
+            return dict.fromkeys((name for names in groups.values() for name in names), 0)
+        numbers = {key: len(names) for key, names in groups.items()}
+        if len(set(numbers.values())) > 1:
+            (phase, stage), most = max(numbers.items(), key=lambda item: item[1])
+            (other, at), least = min(numbers.items(), key=lambda item: item[1])
+            raise GraphError(
+                f"schedule {policy.name}: a micro-batch has {most} {phase} tasks on stage {stage} but "
+                f"{least} {other} tasks on stage {at}; let the pipeline reach every stage as often as the "
+                "others, or use another schedule"
+            )
+        return {
+            name: number
+            for (phase, _), names in groups.items()
+            for number, name in enumerate(names if phase == "forward" else reversed(names))
+        }
+
+    def _phase_of(self, name: str) -> str:
+        """The phase of a task, and "weight" for a task of that kind."""
+        kind = self._tasks[name].kind
+        return kind if kind == "weight" else self._phase[name]
+
+    def _action(self, name: str, micro: int) -> Action:
+        return Action(self._phase_of(name), self._tasks[name].stage, micro, self._chunk.get(name, 0))
+
     def _is_compute(self, task: Task) -> bool:
         return task.per_micro and task.kind in _COMPUTE_KINDS
 
     def priority(self, name: str, micro: int) -> tuple[int, ...]:
         """Key of a request: the time of its action; tasks of no action come before or after all others."""
-        action = Action(self._phase[name], self._tasks[name].stage, micro)
+        action = self._action(name, micro)
         outside = len(self._time) if self._phase[name] == "after" else -1
         return (self._time.get(action, outside),)
 
@@ -77,7 +119,7 @@ class ActionTable:
         task = self._tasks[name]
         if not self._is_compute(task):
             return True
-        time = self._time[Action(self._phase[name], task.stage, micro)]
+        time = self._time[self._action(name, micro)]
         return all(self._order[device][self._next[device]] == time for device in self._devices[name])
 
     def started(self, name: str, micro: int) -> None:
@@ -85,11 +127,12 @@ class ActionTable:
         task = self._tasks[name]
         if not self._is_compute(task):
             return
-        time = self._time[Action(self._phase[name], task.stage, micro)]
+        time = self._time[self._action(name, micro)]
         for device in self._devices[name]:
             self._left[device][time] -= 1
             self._next[device] += not self._left[device][time]
 
 
 def _text(action: Action) -> str:
-    return f"{action.phase} of micro-batch {action.micro_batch} on stage {action.stage}"
+    chunk = f", chunk {action.chunk}" if action.chunk else ""
+    return f"{action.phase} of micro-batch {action.micro_batch} on stage {action.stage}{chunk}"

@@ -218,7 +218,7 @@ class _SimulatedClock:
                     self.forwards[device] += graph.instances(task)
         self.table = (
             ActionTable(graph, policy, self.phase, self.devices)
-            if order is None and policy.table is not None
+            if order is None and policy.has_table
             else None
         )
         self.instant = order is None and any(value == 0 for value in seconds.values())

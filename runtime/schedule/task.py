@@ -1,8 +1,8 @@
 """The task graph of one training step: the tasks, the ranks that run them, and their dependencies.
 
-A task is a part of the step with one role (load, forward, backward, send, recv, sync, optimize). It runs
-together on all ranks of one mesh, once per micro-batch or once per step. An edge states that the target uses
-a result of the source, and how many such results may be alive at once.
+A task is a part of the step with one role (load, forward, backward, weight, send, recv, sync, optimize). It
+runs together on all ranks of one mesh, once per micro-batch or once per step. An edge states that the target
+uses a result of the source, and how many such results may be alive at once.
 
 Invariant (checked by `verify`): names are unique, every edge joins two tasks of the graph, the graph has no
 cycle, and the consumer of a bounded buffer never waits for more results than the buffer holds.
@@ -14,10 +14,11 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 
 from distgraph.errors import GraphError
 
-KINDS = ("load", "forward", "backward", "send", "recv", "sync", "optimize")
+KINDS = ("load", "forward", "backward", "weight", "send", "recv", "sync", "optimize")
 
 UPDATES = "optimize"
 """Kind of the tasks that write new parameters and states. They run after all others on every rank."""
@@ -284,7 +285,13 @@ def _verify_buffers(graph: TaskGraph) -> None:
 
 
 def pipeline(
-    stages: Sequence[tuple[int, ...]], micro_batches: int, *, backward: bool = True, optimize: bool = True
+    stages: Sequence[tuple[int, ...]],
+    micro_batches: int,
+    *,
+    backward: bool = True,
+    optimize: bool = True,
+    chunks: int = 1,
+    weight: bool = False,
 ) -> TaskGraph:
     """The task graph of a linear pipeline: forward, backward and optimize on each stage.
 
@@ -293,27 +300,38 @@ def pipeline(
         micro_batches: micro-batches of one step, at least 1.
         backward: False: inference, forward only.
         optimize: False: leave the once-per-step update out.
+        chunks: how often the pipeline reaches each stage, from the first to the last and again.
+        weight: True: gradients of parameters in tasks of their own, "weight.s0", ...
 
     Returns:
-        Tasks "forward.s0", "backward.s0", "optimize.s0", ... No edge has a buffer limit; the schedule
-        policy sets them.
+        Tasks "forward.s0", "backward.s0", "optimize.s0", ...; in further chunks "forward.s0.c1", ... No edge
+        has a buffer limit; the schedule policy sets them.
 
     Example:
         >>> [task.name for task in pipeline([(0,), (1, 2)], 4).tasks][:3]
         ['forward.s0', 'forward.s1', 'backward.s0']
     """
-    count = len(stages)
-    tasks = [Task(f"forward.s{s}", "forward", s, tuple(ranks), True) for s, ranks in enumerate(stages)]
-    edges = [Edge(f"forward.s{s}", f"forward.s{s + 1}") for s in range(count - 1)]
+    places = [(s, f"s{s}.c{c}" if c else f"s{s}") for c in range(chunks) for s in range(len(stages))]
+
+    def named(kind: str) -> list[Task]:
+        return [Task(f"{kind}.{end}", kind, s, tuple(stages[s]), True) for s, end in places]
+
+    def joined(source: str, target: str) -> list[Edge]:
+        return [Edge(f"{source}.{end}", f"{target}.{end}") for _, end in places]
+
+    tasks = named("forward")
+    edges = [Edge(f"forward.{a}", f"forward.{b}") for (_, a), (_, b) in pairwise(places)]
     if backward:
-        tasks += [Task(f"backward.s{s}", "backward", s, tuple(ranks), True) for s, ranks in enumerate(stages)]
-        edges += [Edge(f"forward.s{s}", f"backward.s{s}") for s in range(count)]
-        edges += [Edge(f"backward.s{s + 1}", f"backward.s{s}") for s in range(count - 1)]
+        tasks += named("backward")
+        edges += joined("forward", "backward")
+        edges += [Edge(f"backward.{b}", f"backward.{a}") for (_, a), (_, b) in pairwise(places)]
+    if backward and weight:
+        tasks += named("weight")
+        edges += joined("forward", "weight") + joined("backward", "weight")
     if backward and optimize:
-        tasks += [
-            Task(f"optimize.s{s}", "optimize", s, tuple(ranks), False) for s, ranks in enumerate(stages)
-        ]
-        edges += [Edge(f"backward.s{s}", f"optimize.s{s}") for s in range(count)]
+        tasks += [Task(f"optimize.s{s}", "optimize", s, tuple(r), False) for s, r in enumerate(stages)]
+        last = "weight" if weight else "backward"
+        edges += [Edge(f"{last}.{end}", f"optimize.s{s}") for s, end in places]
     graph = TaskGraph(tuple(tasks), tuple(edges), micro_batches)
     verify(graph)
     return graph

@@ -143,7 +143,7 @@ class Schedule:
 
 def _plain_names(stage: int, letters: set[str]) -> tuple[tuple[str, str], ...]:
     """(symbol, task) of a pipeline of one rank per stage, for the symbols that are used."""
-    kinds = (("F", "forward"), ("B", "backward"), ("O", "optimize"))
+    kinds = (("F", "forward"), ("B", "backward"), ("W", "weight"), ("O", "optimize"))
     return tuple((letter, f"{kind}.s{stage}") for letter, kind in kinds if letter in letters)
 
 

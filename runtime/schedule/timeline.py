@@ -17,6 +17,7 @@ _LETTERS = {
     "load": "L",
     "forward": "F",
     "backward": "B",
+    "weight": "W",
     "send": "S",
     "recv": "R",
     "sync": "G",
