@@ -1,5 +1,5 @@
-"""distgraph's side of the step benchmark: the GPT on one rank, the MLP data, tensor, pipeline parallel and
-ZeRO-2 on two.
+"""distgraph's side of the step benchmark: the GPT on one rank (training and generation), the MLP data, tensor
+and pipeline parallel and ZeRO-2 on two.
 
 Each program is a serial model written with `dg.nn`, a few annotations, and `Engine.prepare` and `Engine.run`;
 nothing below the public front is touched but the initial values, which come from `benchmarks.support.peers`.
@@ -10,7 +10,8 @@ nothing below the public front is touched but the initial values, which come fro
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -34,11 +35,12 @@ from benchmarks.support.peers import (
     program_arguments,
     timed_steps,
 )
+from benchmarks.support.peers.generation import NEW, prompts
 from distgraph import nn, ops
 from distgraph.optim import Adam, shard_states
 from distgraph.runtime.launch.mpi_rank import current_transport
 
-PROGRAMS = ("gpt_serial", "mlp_serial", "mlp_dp2", "mlp_tp2", "mlp_pp2", "mlp_zero2")
+PROGRAMS = ("gpt_serial", "gpt_generate", "mlp_serial", "mlp_dp2", "mlp_tp2", "mlp_pp2", "mlp_zero2")
 
 
 class Mlp(nn.Module):
@@ -161,6 +163,21 @@ def engine_of(name: str, sizes: MlpSizes) -> tuple[dg.Engine, Any]:
     return mlp_engine(name, sizes), mlp_batch(sizes)
 
 
+def generation_step(engine: dg.Engine, sizes: GptSizes) -> Callable[[], float]:
+    """One call of `Engine.generate`; see `benchmarks.support.peers.generation`."""
+    ids = prompts(sizes)
+
+    def step() -> float:
+        rows = engine.generate(ids, NEW, length=sizes.sequence)
+        return float(np.mean([row[ids.shape[1] :] for row in rows]))
+
+    return step
+
+
+def _loss(engine: dg.Engine, batch: Any) -> float:
+    return engine.run(batch)["loss"]
+
+
 def run(name: str, sizes: MlpSizes, steps: int, warmup: int) -> Report | None:
     """Run a program; its report on rank 0, None elsewhere. Raises ValueError on a wrong number of ranks."""
     transport = current_transport()
@@ -168,10 +185,15 @@ def run(name: str, sizes: MlpSizes, steps: int, warmup: int) -> Report | None:
     needed = 2 if name.endswith("2") else 1
     if ranks != needed:
         raise ValueError(f"{name} needs {needed} MPI ranks but has {ranks}; use mpiexec -n {needed}")
-    engine, batch = engine_of(name, sizes)
-    engine.prepare(batch)
+    if name == "gpt_generate":
+        engine = gpt_engine(GptSizes())
+        step = generation_step(engine, GptSizes())
+    else:
+        engine, batch = engine_of(name, sizes)
+        engine.prepare(batch)
+        step = functools.partial(_loss, engine, batch)
     barrier = (lambda: None) if transport is None else transport.barrier
-    seconds, losses = timed_steps(lambda: engine.run(batch)["loss"], barrier, steps, warmup)
+    seconds, losses = timed_steps(step, barrier, steps, warmup)
     engine.close()
     shares = [loss / ranks for loss in losses]  # every rank has the whole loss
     timed = [(seconds, shares)] if transport is None else transport.gather_objects((seconds, shares))

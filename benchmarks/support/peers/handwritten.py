@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from benchmarks.support.peers import (
     Array,
+    GptSizes,
     MlpSizes,
     Report,
     merge,
@@ -26,6 +27,7 @@ from benchmarks.support.peers import (
     program_arguments,
     timed_steps,
 )
+from benchmarks.support.peers.generation import numpy_generation
 from benchmarks.support.peers.mlp_parts import (
     Activations,
     Adam,
@@ -356,6 +358,7 @@ def mlp_pp2(comm: MPI.Comm, sizes: MlpSizes) -> Step:
 
 
 PROGRAMS: dict[str, tuple[int, Callable[[MPI.Comm, MlpSizes], Step]]] = {
+    "gpt_generate": (1, lambda comm, sizes: numpy_generation(GptSizes())),
     "mlp_serial": (1, mlp_serial),
     "mlp_dp2": (2, mlp_dp2),
     "mlp_tp2": (2, mlp_tp2),

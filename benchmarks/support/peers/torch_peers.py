@@ -51,6 +51,7 @@ from benchmarks.support.peers import (
     program_arguments,
     timed_steps,
 )
+from benchmarks.support.peers.generation import torch_generation
 
 Step = Callable[[], float]
 END_LIMIT = 30.0  # seconds that rank 1 may take to end after rank 0
@@ -235,7 +236,10 @@ MLP_PROGRAMS: dict[str, Callable[[MlpSizes], Step]] = {
 
 def run_serial(name: str, arguments: argparse.Namespace) -> None:
     """Run a program of one rank."""
-    step = gpt_serial(GptSizes()) if name == "gpt_serial" else mlp_serial(mlp_sizes(arguments))
+    if name == "gpt_generate":
+        step = torch_generation(GptSizes())
+    else:
+        step = gpt_serial(GptSizes()) if name == "gpt_serial" else mlp_serial(mlp_sizes(arguments))
     merge([timed_steps(step, lambda: None, arguments.steps, arguments.warmup)]).print()
 
 
@@ -295,7 +299,7 @@ def run_pair(arguments: argparse.Namespace) -> int:
 def main() -> int:
     """Run the programs named on the command line."""
     torch.set_num_threads(1)
-    parser = program_arguments(__doc__, ["gpt_serial", "mlp_serial", *MLP_PROGRAMS])
+    parser = program_arguments(__doc__, ["gpt_serial", "gpt_generate", "mlp_serial", *MLP_PROGRAMS])
     arguments = parser.parse_args()
     alone = [name for name in arguments.names if name not in MLP_PROGRAMS]
     if alone and len(alone) < len(arguments.names):
