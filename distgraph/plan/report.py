@@ -104,7 +104,7 @@ def _instead(plan: Plan, seconds: float | None) -> str:
     # A runner-up differs in one decision, so its step goes to the same things.
     equal = f", {EQUAL}" if own is not None and own.equals(replace(own, seconds=seconds)) else ""
     return (
-        f", a step of {in_seconds(seconds)} in place of {in_seconds(mine)} ({seconds / mine - 1:+.2%}{equal})"
+        f", a step of {in_seconds(seconds)} in place of {in_seconds(mine)} ({seconds / mine - 1:+.2%}){equal}"
     )
 
 
