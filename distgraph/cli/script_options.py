@@ -28,7 +28,9 @@ STAGES = typer.Option("--stages", help="Number of pipeline stages; default: sear
 BORDERS = typer.Option("--borders", help="First layers of the stages behind the first, such as 4,8.")
 LAYERS = typer.Option("--layers", help="Number of layers from which stages are made; default: the blocks.")
 RECOMPUTE = typer.Option("--recompute", help="Layers to recompute: all, none, or numbers such as 0-3,7.")
-ZERO = typer.Option("--zero", help="What dp may split: 0 nothing, 1 optimiser states, 3 parameters too.")
+ZERO = typer.Option(
+    "--zero", help="What dp may split: 0 nothing, 1 optimiser states, 2 gradients too, 3 parameters too."
+)
 UNIFORM = typer.Option("--uniform", help="All stages have the same size and shape.")
 MEMORY = typer.Option("--memory", help="That a plan may use of each device, such as 8GiB.")
 DEVICES = typer.Option("--devices", help="Number of devices that a plan may use, the first of the cluster.")

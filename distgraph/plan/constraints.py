@@ -19,7 +19,7 @@ from distgraph.plan.decisions import Decisions
 from distgraph.plan.pipeline_schedules import schedule_names
 
 Value = TypeVar("Value")
-ZERO_STAGES = (0, 1, 3)
+ZERO_STAGES = (0, 1, 2, 3)
 SEARCHED = ("sharding_propagation", "recursive", "mesh2d", "auto")
 """Modes that search; only "auto" searches more than layouts."""
 _SETTINGS = ("manual", "semi", *SEARCHED)
@@ -38,8 +38,8 @@ class SearchConstraints:
         borders: first layer of every stage but the first; layers are counted from 0.
         layers: number of layers into which the forward part is cut, from which stages are made.
         recompute: True for all layers, False for none, or the numbers of the layers that are recomputed.
-        zero: what the data axis `dp` may split besides the batch: 0 nothing, 1 optimiser states, 3 parameters
-            too. The batch is split over `dp`, and nothing but the batch under 0.
+        zero: what the data axis `dp` may split besides the batch: 0 nothing, 1 optimiser states, 2 gradients
+            too, as they are computed, 3 parameters too. The batch is split over `dp`.
         uniform: all stages have equally many devices in the same mesh shape.
         memory: that a device may use, such as "8 GiB", or bytes; what it has is the limit in any case.
         devices: number of devices that may be used: the first ones of the cluster.
@@ -77,8 +77,8 @@ class SearchConstraints:
             )
         if self.zero is not None and (not is_integer(self.zero) or self.zero not in ZERO_STAGES):
             raise ShardingError(
-                f"zero of the search is {self.zero!r} but must be 0, 1 or 3: the layouts of gradients, "
-                f"which ZeRO-2 splits, follow from those of the states"
+                f"zero of the search is {self.zero!r} but must be 0, 1 (states may be split), 2 (gradients "
+                f"too) or 3 (parameters too)"
             )
         if not isinstance(self.uniform, bool):
             raise ShardingError(f"uniform of the search is {self.uniform!r} but must be True or False")
@@ -192,7 +192,7 @@ class SearchConstraints:
         }
         satisfied = {name: getattr(self, name) in (None, value) for name, value in actual.items()}
         satisfied["recompute"] = self.recomputed(layers) in (None, tuple(decisions.recompute))
-        satisfied["zero"] = self.zero is None or zero <= self.zero
+        satisfied["zero"] = self.zero is None or max(zero, decisions.zero) <= self.zero
         satisfied["uniform"] = equal or not self.uniform
         return next(
             (f"{name}={self.given()[name]}" for name, is_kept in satisfied.items() if not is_kept), ""

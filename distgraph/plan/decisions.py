@@ -22,11 +22,15 @@ class Decisions:
         micro_batches: parts into which the batch is cut.
         schedule: name of a pipeline schedule (see `pipeline_schedules.py`).
         recompute: numbers of layers that are computed again in the backward part.
+        zero: level of ZeRO (docs/data_parallel.md): 1 states are split over the ranks that share the batch, 2
+            gradients are reduced into parts as they are computed, 3 parameters are gathered for each use. 0
+            where layouts alone say what is split, and gradients and parameters are sent once a step.
     """
 
     micro_batches: int = 1
     schedule: str = "1f1b"
     recompute: tuple[int, ...] = ()
+    zero: int = 0
 
     def decided(self) -> dict[str, Any]:
         """Decision -> what was decided, also of a class that adds fields of its own."""

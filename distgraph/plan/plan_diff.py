@@ -30,6 +30,7 @@ _LAYERS = re.compile(r"^layers (?P<layers>[\d\-, ]+) op (?P<number>\d+)$")
 _WHOLE = re.compile(r"^ops of layers (?P<layers>[\d\-, ]+)$")
 _REST = re.compile(r"^op %(?P<name>\S+)$")
 _STAGES, _AGAIN, _NO_LAYER = "layers of stages", "layers computed again", "ops of no layer"
+_ZERO = "level of ZeRO"
 
 
 def layer_line(layers: Sequence[int], number: int) -> str:
@@ -50,6 +51,8 @@ def difference(plan: Plan, other: Plan) -> dict[str, str]:
         lines[_STAGES] = _borders(other.stages)
     if plan.recompute != other.recompute:
         lines[_AGAIN] = spans(other.recompute)
+    if plan.zero != other.zero:
+        lines[_ZERO] = str(other.zero)
     lines |= fold(
         {name: str(layout) for name, layout in other.tensors.items() if plan.tensors[name] != layout}
     )
@@ -83,6 +86,8 @@ def changed(plan: Plan, lines: Mapping[str, str]) -> Plan:
                 whole = replace(whole, stages=_with_borders(plan.stages, text))
             elif name == _AGAIN:
                 whole = replace(whole, recompute=_ascending(parse_spans(text), len(plan.layers)))
+            elif name == _ZERO:
+                whole = replace(whole, zero=_level(text))
             elif name == _NO_LAYER:
                 whole = replace(whole, rest=Rest.parse(text))
                 rest = dict(whole.rest.ops)
@@ -102,6 +107,11 @@ def changed(plan: Plan, lines: Mapping[str, str]) -> Plan:
             raise GraphError(f"plan: it cannot have the line {name}: {text!r}; search again") from None
     ops = tuple(replace(layer, ops=tuple(new_ops)) for layer, new_ops in zip(layers, computed, strict=True))
     return replace(whole, tensors=tensors, ops=ops, rest=replace(whole.rest, ops=tuple(rest.items())))
+
+
+def _level(text: str) -> int:
+    """A level of ZeRO. Raises ValueError for any other number."""
+    return range(4)[("0", "1", "2", "3").index(text)]
 
 
 def _borders(stages: Sequence[Stage]) -> str:

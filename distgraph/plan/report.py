@@ -54,6 +54,8 @@ def shown(plan: Plan) -> str:
     )
     if plan.recompute:
         parts.append(f"layers computed again in the backward part: {spans(plan.recompute)}")
+    if plan.zero:
+        parts.append(f"ZeRO: level {plan.zero}")
     parts.append("tensors\n" + indented_table(_layouts(plan)))
     if plan.forecast is not None:
         compared = ", and of plans that it is compared with" if plan.baselines else ""

@@ -149,6 +149,7 @@ class PlanFile(Entry):
     stages: list[StageEntry]
     placement: list[PlacedEntry] = Field(default_factory=list)
     recompute: str
+    zero: Literal[0, 1, 2, 3] = 0
     forecast: Estimate | None
     baselines: dict[str, Annotated[float | str, PlainValidator(_seconds_or_reason)]]
     search: Found
@@ -210,7 +211,8 @@ def document(plan: Plan) -> dict[str, Any]:
         "rest": {**_moved(plan.rest), "ops": dict(plan.rest.ops)},
         "surface": surface and {"tensors": fold(surface.tensors), "modules": fold(surface.modules)},
     }
-    names = [name for name in PlanFile.model_fields if name != "placement" or plan.placement]
+    absent = {name for name in ("placement", "zero") if not getattr(plan, name)}
+    names = [name for name in PlanFile.model_fields if name not in absent]
     return {name: plain(written.get(name, getattr(plan, name, None))) for name in names}
 
 

@@ -264,6 +264,7 @@ def with_decisions(strategy: Strategy, decisions: Decisions) -> Strategy:
     """A strategy of mode "semi" that says what was decided, without constraints of a search."""
     free = {field.name: field.default for field in fields(SearchConstraints)}
     made = {name: value for name, value in decisions.decided().items() if name in _DECIDED}
+    made["zero"] = max(decisions.zero, strategy.split) or None
     return replace(strategy, mode="semi", seconds=None, runtime=None, **{**free, **made})
 
 

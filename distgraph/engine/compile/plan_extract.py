@@ -60,7 +60,11 @@ def extract_plan(
         layers,
         program=program_of(request.training_spec.model, serial),
         batch=request.size,
-        decisions=Decisions(micro_batches=build.completed.micro_batches, schedule=build.policy),
+        decisions=Decisions(
+            micro_batches=build.completed.micro_batches,
+            schedule=build.policy,
+            zero=request.training_spec.strategy.split,
+        ),
         cluster=cluster,
         devices=() if mapping is None else mapping.devices,
     )

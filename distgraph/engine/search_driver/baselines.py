@@ -8,7 +8,7 @@ that does not exist is entered with the reason.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import replace
 
 from distgraph.engine.search_driver.candidate import (
@@ -18,6 +18,7 @@ from distgraph.engine.search_driver.candidate import (
     candidate_of_plan,
     layout_identity,
     program_of_plan,
+    split_by_data_axes,
 )
 from distgraph.engine.search_driver.evaluations import Evaluation, evaluation_of, without_program
 from distgraph.engine.search_driver.fixed_mesh_search import (
@@ -31,7 +32,7 @@ from distgraph.engine.search_driver.fixed_mesh_search import (
 from distgraph.engine.search_driver.pipeline_search import best_count
 from distgraph.engine.search_driver.restrictions import RESTRICTION_NAMES, Restriction, zero_of
 from distgraph.engine.search_driver.search_space import Shape
-from distgraph.engine.search_driver.search_state import Event, SearchState
+from distgraph.engine.search_driver.search_state import FORECASTS, Event, SearchState
 from distgraph.engine.search_driver.stage_search import pipeline_estimate
 from distgraph.engine.search_driver.uniform_pipelines import best_uniform
 from distgraph.errors import DistGraphError, ShardingError
@@ -43,6 +44,10 @@ _MOST_SHAPES = 3
 """Shapes of the mesh of mode mesh2d whose programs are forecast; the tuner's estimate orders them."""
 _MOST_SHAPES_OF_AUTO = 2
 """The same in mode auto, where the products of a shape alone take less than the best step so far."""
+_NEEDED_SPLIT = {2: 1, 3: 3}
+"""Level of ZeRO -> what layouts have to split for it to have an effect: states, or parameters."""
+_MOST_COUNTS = 3
+"""Micro-batch counts with which data parallelism is forecast under one level of ZeRO."""
 _MOST_AXES = 4
 """Axes of a program of double recursion, at most: between layouts on more, changes of layout take minutes to
 find (see `recursive`)."""
@@ -105,6 +110,58 @@ def evaluate_data_parallel(state: SearchState, eligible: bool, hopeless: bool = 
             state.evaluations.baselines[name] = program
         else:
             yield state.record(evaluation_of(program), eligible)
+
+
+def evaluate_zero(state: SearchState) -> Iterator[Event]:
+    """Levels of ZeRO: data parallelism with each that may gain, and those of the best pipelines.
+
+    Where plain data parallelism fits, only its states are split too; else the first level that fits is the
+    fastest. Micro-batches are as few as memory allows.
+    """
+    layout_costs, most = state.layout_costs, state.constraints.zero
+    levels = range(1, (3 if most is None else most) + 1)
+    fits = any(e.origin == "data parallel" and e.fits for e in state.evaluations.all)
+    if not (state.single_stage_breaks() or layout_costs.named_axes):
+        for level in levels[:1] if fits else levels:
+            fitting = yield from _evaluate_data_parallel_zero(state, level)
+            if fitting or state.expired():
+                break
+    unfit = [e for e in state.evaluations.all if not e.fits and e.seconds < _seconds(state)]
+    starts = sorted(unfit, key=lambda e: e.memory_ratio)[:FORECASTS]
+    for evaluation in [state.best, *starts] if state.best is not None else starts:
+        if evaluation.candidate is None or state.expired():
+            continue
+        split = split_by_data_axes(evaluation.built(layout_costs).completed)
+        candidate = replace(evaluation.candidate, origin="search")
+        for level in levels[1:]:
+            if split >= _NEEDED_SPLIT[level]:
+                yield state.record(state.evaluations.evaluate(replace(candidate, zero=level)))
+
+
+def _evaluate_data_parallel_zero(state: SearchState, level: int) -> Generator[Event, None, bool]:
+    """Data parallelism with a level of ZeRO, with more micro-batches until it fits; whether it does."""
+    name, devices = f"data parallel, ZeRO-{level}", state.layout_costs.devices
+    decisions = replace(state.constraints.start, zero=level)
+    every = sorted(state.pipelines.counts)
+    for _ in range(_MOST_COUNTS):
+        yield Event(name)
+        program = data_parallel(state.layout_costs, devices, name, decisions=decisions)
+        if isinstance(program, str):
+            state.evaluations.baselines.setdefault(name, program)
+            return False
+        evaluation = evaluation_of(program)
+        yield state.record(evaluation)
+        needed = decisions.micro_batches * evaluation.memory_ratio
+        count = next((n for n in every if n >= needed and n > decisions.micro_batches), None)
+        if evaluation.fits or count is None or state.expired():
+            return evaluation.fits
+        decisions = replace(decisions, micro_batches=count)
+    return False
+
+
+def _seconds(state: SearchState) -> float:
+    """Of the best program so far; infinite where there is none."""
+    return math.inf if state.best is None else state.best.seconds
 
 
 def evaluate_single_devices(state: SearchState) -> Iterator[Event]:

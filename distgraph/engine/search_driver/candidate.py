@@ -75,7 +75,8 @@ class Candidate(Decisions):
     def __str__(self) -> str:
         stages = ", ".join(map(str, self.stages))
         again = f", {len(self.recompute)} layers recomputed" if self.recompute else ""
-        return f"{self.micro_batches} micro-batches, {self.schedule}, {stages}{again}"
+        zero = f", ZeRO-{self.zero}" if self.zero else ""
+        return f"{self.micro_batches} micro-batches, {self.schedule}, {stages}{again}{zero}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,13 +201,13 @@ def constraint_broken_by(program: BuiltCandidate, layout_costs: LayoutCosts) -> 
         stages = plan.stages if len(meshes) > 1 else ()
         borders = [stage.first for stage in stages[1:] if stage.last > stage.first]
     layers, equal = len(program.layered.layers), len({tuple(mesh.sizes.items()) for mesh in meshes}) == 1
-    split, usable = _split_by_data_axes(program.completed), len(layout_costs.devices)
+    split, usable = split_by_data_axes(program.completed), len(layout_costs.devices)
     if max(program.devices) >= usable:
         return f"devices={usable}"
     return layout_costs.constraints.broken_by(program.decisions, borders, layers, equal, split)
 
 
-def _split_by_data_axes(graph: Graph) -> int:
+def split_by_data_axes(graph: Graph) -> int:
     """What the axes split that split the batch, as a number of `SearchConstraints.zero`."""
     split: dict[str, set[str]] = {"input": set(), "param": set(), "state": set()}
     for op in graph.sources(*split):
@@ -239,6 +240,7 @@ def with_layouts(program: BuiltCandidate, solved: Solved, layout_costs: LayoutCo
         program.origin,
         program.candidate,
         program.placements,
+        program.decisions if program.candidate is None else None,
     )
     return replace(built, solved=solved)
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 from distgraph.engine.compile.program_forecast import with_data_parallel_inputs
+from distgraph.engine.compile.zero import complete_split
 from distgraph.engine.search_driver.candidate import BuiltCandidate, build_program, with_layouts
 from distgraph.engine.search_driver.layout_costs import LayoutCosts, solve_problem
 from distgraph.engine.search_driver.restrictions import restricted
@@ -29,6 +30,7 @@ from distgraph.passes.search.modes import mesh2d
 from distgraph.passes.search.modes.propagation import propagate
 from distgraph.passes.search.modes.recursive import recursive
 from distgraph.plan.decisions import Decisions
+from distgraph.plan.strategy import Strategy
 from distgraph.resources.units import format_bytes
 
 
@@ -128,17 +130,24 @@ def completed_annotations(layout_costs: LayoutCosts, micro_batches: int) -> Buil
 
 
 def data_parallel(
-    layout_costs: LayoutCosts, devices: tuple[int, ...], name: str, *, hopeless: bool = False
+    layout_costs: LayoutCosts,
+    devices: tuple[int, ...],
+    name: str,
+    *,
+    hopeless: bool = False,
+    decisions: Decisions | None = None,
 ) -> BuiltCandidate | str:
-    """Plain data parallelism from completion alone; or why there is none.
+    """Data parallelism from completion alone; or why there is none.
 
     Args:
         layout_costs: of the program.
         devices: each gets an equal share of the samples.
         name: of the program.
         hopeless: build it also where parameters and states alone are too large.
+        decisions: about the program; None for those of constraints, without ZeRO.
     """
-    micro_batches = layout_costs.constraints.start.micro_batches
+    decisions = decisions or layout_costs.constraints.start
+    micro_batches = decisions.micro_batches
     samples, what = (
         layout_costs.request.size // micro_batches,
         "a micro-batch" if micro_batches > 1 else "the batch",
@@ -148,16 +157,20 @@ def data_parallel(
     layered = start_graph(layout_costs, micro_batches)
     held = sum(op.result.nbytes for op in layered.graph.sources("param", "state"))
     missing = held - min(layout_costs.cluster.devices[device].memory for device in devices)
-    if missing > 0 and not hopeless:
+    if missing > 0 and not (hopeless or decisions.zero):
         return (
             f"out of memory by at least {format_bytes(missing)}: every device would hold all parameters and "
             f"states"
         )
     mesh = ProcessMesh.grid(dp=len(devices))
     try:
-        completed = complete(with_data_parallel_inputs(layered.graph, mesh), mesh)
+        serial, strategy = with_data_parallel_inputs(layered.graph, mesh), Strategy(zero=decisions.zero)
+        if decisions.zero:
+            completed = complete_split(strategy, serial, lambda graph: complete(graph, mesh))
+        else:
+            completed = complete(serial, mesh)
         completed = replace(completed, micro_batches=layered.graph.micro_batches)
-        return build_program(layout_costs, completed, layered, devices, name)
+        return build_program(layout_costs, completed, layered, devices, name, decisions=decisions)
     except DistGraphError as error:
         return f"there is none: {error}"
 

@@ -34,7 +34,7 @@ RESTRICTION_NAMES: Final[dict[Restriction, str]] = {
 
 def restriction_of(zero: int | None) -> Restriction:
     """The restriction under which dp splits what `SearchConstraints.zero` allows."""
-    by_zero: dict[int | None, Restriction] = {None: "none", 0: "uniform", 1: "zero1", 3: "zero3"}
+    by_zero: dict[int | None, Restriction] = {None: "none", 0: "uniform", 1: "zero1", 2: "zero1", 3: "zero3"}
     return by_zero[zero]
 
 

@@ -33,6 +33,7 @@ from distgraph.engine.search_driver.baselines import (
     evaluate_single_devices,
     evaluate_start,
     evaluate_uniform_and_recursive,
+    evaluate_zero,
 )
 from distgraph.engine.search_driver.candidate import plan_of
 from distgraph.engine.search_driver.evaluations import evaluation_of, front, in_words
@@ -108,6 +109,7 @@ def search_everything(state: SearchState) -> Iterator[Event]:
     yield from evaluate_single_pools(state)
     yield from evaluate_uniform_and_recursive(state)
     yield from evaluate_mesh2d_where_it_gains(state)
+    yield from evaluate_zero(state)
     yield from local_search(state)
     if (error := state.evaluations.estimate_error) is not None:
         yield Event(f"estimates are {error:.1%} off the forecasts on average")
