@@ -58,7 +58,8 @@ class Strategy:
         runtime: what is to execute a searched plan, such as "megatron" (docs/runtimes.md); None for
             distgraph. Memory, devices, seconds and runtime are for modes that search.
         mesh: where everything runs that no annotation places; without it, and without annotations, on one
-            rank.
+            rank. Mode "auto" makes meshes itself: it takes one only with `batch_axis`, which annotates the
+            inputs, so that layouts are searched on this mesh.
         batch_axis: axis (or axes) of `mesh` that split the first dim of every input: plain data parallelism
             in one word. Needs `mesh`.
         refine: what happens where annotations compete for an axis: "never" lets inputs and activations win
@@ -155,6 +156,11 @@ class Strategy:
         self._check_precision()
         if self.mesh is not None:
             check_mesh("Strategy", self.mesh)
+        if self.mesh is not None and self.mode == "auto" and not self.batch_axes:
+            raise ShardingError(
+                f"mesh of Strategy is {self.mesh} but mode 'auto' makes meshes itself; leave mesh out, say "
+                f"how many devices with devices={self.mesh.size}, or give batch_axis to keep to this mesh"
+            )
         if self.batch_axes and self.mesh is None:
             raise ShardingError(
                 f"batch_axis of Strategy is {self.batch_axis!r} but there is no mesh; give it one"

@@ -175,7 +175,8 @@ def test_training_evaluation_prediction_and_a_short_batch_share_the_parts() -> N
     [
         ({"zero": 4}, "zero of Strategy is 4 but must be 0, 1 .states are split., 2 .gradients too. or 3"),
         ({"zero": True}, "zero of Strategy is True but must be"),
-        ({"zero": 4, "mode": "auto"}, "zero of Strategy is 4 but must be 0, 1"),
+        ({"zero": 4, "mode": "auto"}, "zero of the search is 4 but must be 0, 1 .states may be split.*or 3"),
+        ({"mesh": mesh, "mode": "auto"}, "mesh of Strategy is .* but mode 'auto' makes meshes itself; leave"),
         ({"zero": 1, "mode": "recursive"}, "zero of Strategy is 1 but mode 'recursive' does not search it"),
     ],
 )
