@@ -46,6 +46,8 @@ _MOST_SHAPES_OF_AUTO = 2
 """The same in mode auto, where the products of a shape alone take less than the best step so far."""
 _NEEDED_SPLIT = {2: 1, 3: 3}
 """Level of ZeRO -> what layouts have to split for it to have an effect: states, or parameters."""
+_MOST_ZERO_OPS = 4_000
+"""Ops of a serial graph up to which all levels of ZeRO are forecast."""
 _MOST_COUNTS = 3
 """Micro-batch counts with which data parallelism is forecast under one level of ZeRO."""
 _MOST_AXES = 4
@@ -116,23 +118,27 @@ def evaluate_zero(state: SearchState) -> Iterator[Event]:
     """Levels of ZeRO: data parallelism with each that may gain, and those of the best pipelines.
 
     Where plain data parallelism fits, only its states are split too; else the first level that fits is the
-    fastest. Micro-batches are as few as memory allows.
+    fastest. Micro-batches are as few as memory allows. Of a large program only the best pipeline is forecast
+    with other levels, unless there is no program that fits: each takes seconds to build.
     """
+    large = state.best is not None and len(state.layout_costs.layered_graph(1).graph.ops) > _MOST_ZERO_OPS
     layout_costs, most = state.layout_costs, state.constraints.zero
     levels = range(1, (3 if most is None else most) + 1)
     fits = any(e.origin == "data parallel" and e.fits for e in state.evaluations.all)
-    if not (state.single_stage_breaks() or layout_costs.named_axes):
+    if not (large or state.single_stage_breaks() or layout_costs.named_axes):
         for level in levels[:1] if fits else levels:
             fitting = yield from _evaluate_data_parallel_zero(state, level)
             if fitting or state.expired():
                 break
     unfit = [e for e in state.evaluations.all if not e.fits and e.seconds < _seconds(state)]
-    starts = sorted(unfit, key=lambda e: e.memory_ratio)[:FORECASTS]
+    starts = [] if large else sorted(unfit, key=lambda e: e.memory_ratio)[:FORECASTS]
     for evaluation in [state.best, *starts] if state.best is not None else starts:
         if evaluation.candidate is None or state.expired():
             continue
         split = split_by_data_axes(evaluation.built(layout_costs).completed)
         candidate = replace(evaluation.candidate, origin="search")
+        if evaluation is not state.best:
+            evaluation.release()
         for level in levels[1:]:
             if split >= _NEEDED_SPLIT[level]:
                 yield state.record(state.evaluations.evaluate(replace(candidate, zero=level)))
