@@ -17,6 +17,8 @@ from distgraph.plan.constraints import SearchConstraints
 from distgraph.plan.decisions import Decisions
 from distgraph.plan.plan import Plan
 
+pytestmark = pytest.mark.timeout(600)
+
 
 @pytest.fixture(scope="module")
 def programs() -> list[BuiltCandidate]:
