@@ -67,33 +67,61 @@ def decoder() -> Decoder:
     return Decoder()
 
 
-def _split(model: Any, mesh: dg.ProcessMesh, number: str = "") -> None:
+def model_of(case: str) -> nn.Module:
+    """The model of a case: one of transformers, which a prefix names, or the decoder."""
+    if not case.startswith(("llama", "gpt2")):
+        return decoder()
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCABULARY, "use_cache": False, "bos_token_id": 0, "eos_token_id": 0}
+    if case.startswith("llama"):
+        widths = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": 2}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": LENGTH}
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **widths, **heads))
+    dropped = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+    widths = {"n_layer": 2, "n_embd": WIDTH, "n_head": 4, "n_positions": LENGTH}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **widths, **dropped))
+
+
+BLOCKS = {"llama": "model.layers.", "gpt2": "transformer.h."}
+"""Path of the layers of a model of transformers."""
+OUTPUTS = ("qkv.weight", "up.weight", "q_proj.weight", "k_proj.weight", "v_proj.weight", "gate_proj.weight",
+           "up_proj.weight")  # fmt: skip
+INPUTS = ("out.weight", "down.weight", "o_proj.weight", "down_proj.weight", "c_attn.weight", "c_fc.weight")
+"""Matrices whose second dim is split; those of GPT-2 have their outputs there."""
+
+
+def _split(model: Any, mesh: dg.ProcessMesh, blocks: str, number: str = "") -> None:
     """Tensor parallelism in the blocks, or in the one of a number."""
     for name, parameter in model.named_parameters():
-        if f"blocks.{number}" in name and name.endswith(("qkv.weight", "up.weight")):
+        if f"{blocks}{number}" in name and name.endswith(OUTPUTS):
             dg.shard_tensor(parameter, mesh, ["tp", None])
-        if f"blocks.{number}" in name and name.endswith(("out.weight", "down.weight")):
+        if f"{blocks}{number}" in name and name.endswith(INPUTS):
             dg.shard_tensor(parameter, mesh, [None, "tp"])
 
 
 @cache
 def plan_of(case: str) -> dg.Plan:
     """The plan of a case, annotated on the imported model."""
-    model = dg.frontends.torch.import_module(decoder().eval(), torch.zeros(2, LENGTH, dtype=torch.int64))
+    net = model_of(case).eval()
+    model = dg.frontends.torch.import_module(net, torch.zeros(2, LENGTH, dtype=torch.int64))
+    family, _, layout = case.rpartition(":")
+    blocks = BLOCKS.get(family, "blocks.")
     settings: dict[str, Any] = {"mesh": grid(dp=4), "batch_axis": "dp"}
-    if case == "dp_tp":
+    if layout == "dp_tp":
         settings["mesh"] = grid(dp=2, tp=2)
-        _split(model, settings["mesh"])
-    elif case in ("zero1", "zero3"):
-        settings |= {"zero": int(case[-1]), "micro_batches": 2}
-    elif case == "pp_dp":
+        _split(model, settings["mesh"], blocks)
+    elif layout in ("zero1", "zero3"):
+        settings |= {"zero": int(layout[-1]), "micro_batches": 2}
+    elif layout == "pp_dp":
         settings |= {"mesh": grid(dp=2), "micro_batches": 2}
-        model.pipeline_boundary("blocks.1", grid(2, dp=2))
-    elif case == "pp_tp":
+        model.pipeline_boundary(f"{blocks}1", grid(2, dp=2))
+    elif layout == "pp_tp":
         settings = {"mesh": grid(tp=2), "micro_batches": 4, "schedule": "gpipe"}
-        model.pipeline_boundary("blocks.1", grid(2, tp=2))
-        _split(model, grid(tp=2), "0")
-        _split(model, grid(2, tp=2), "1")
+        model.pipeline_boundary(f"{blocks}1", grid(2, tp=2))
+        _split(model, grid(tp=2), blocks, "0")
+        _split(model, grid(2, tp=2), blocks, "1")
     engine = dg.Engine(
         model, _mean_cross_entropy, dg.optim.SGD(lr=0.1, momentum=0.9), strategy=dg.Strategy(**settings)
     )
@@ -117,10 +145,10 @@ def batches() -> list[tuple[Any, Any]]:
     return [(x, (5 * x + 3) % VOCABULARY) for x in ids]
 
 
-def serial() -> tuple[list[float], dict[str, Any]]:
-    """Losses and parameters of the model on one rank."""
-    net, losses = decoder(), []
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9)
+def serial(case: str) -> tuple[list[float], dict[str, Any]]:
+    """Losses and parameters of the model of a case on one rank."""
+    net, losses = model_of(case), []
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     for x, y in batches():
         loss = loss_of(net(x), y)
         loss.backward()
@@ -136,10 +164,10 @@ def main() -> None:
     torch.set_num_threads(1)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=size)
-    expected, parameters = serial()
     for case in cases:
-        net = decoder()
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9)
+        expected, parameters = serial(case)
+        net = model_of(case)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
         plan = dg.Plan.load(Path(folder) / f"{case}.plan.json")
         model = plan.apply_to_torch(net, optimizer)
         losses = [model.train_step(x, y, loss_of) for x, y in batches()]
