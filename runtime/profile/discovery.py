@@ -16,7 +16,7 @@ import re
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -69,6 +69,39 @@ def measure_hosts() -> tuple[list[HostFacts], dict[int, LinkSpeed], dict[int, Li
             if before is None or link.bandwidth > before.bandwidth:
                 outside[number] = link
     return [found[members[0]] for members in ranks], inside, outside
+
+
+def describe_ranks(path: Path) -> bool:
+    """Write a resource file with a machine for each host of this job, with one CPU device for each rank.
+
+    Collective. Every host gets the file; its numbers are missing, except for memory.
+
+    Args:
+        path: of the file.
+
+    Returns:
+        Whether there are several hosts; no file is written for one.
+
+    Raises:
+        ResourceError: ranks of a host do not follow each other, so that they are no consecutive devices.
+    """
+    transport = current_transport()
+    assert transport is not None
+    found: list[HostFacts] = transport.broadcast_object(transport.gather_objects(probe(), 0), 0)
+    groups = [list(group) for _, group in itertools.groupby(found, key=lambda facts: facts.host)]
+    names = [group[0].host for group in groups]
+    if len(names) == 1:
+        return False
+    if len({*names}) < len(names):
+        raise ResourceError(
+            f"profile: ranks run on hosts {', '.join(facts.host for facts in found)} but the ranks of a host "
+            "must be consecutive; start them host by host, or give a file with --cluster"
+        )
+    hosts = [replace(group[0], cores=len(group), gpus=()) for group in groups]
+    if transport.rank in itertools.accumulate(map(len, groups[:-1]), initial=0):
+        write_atomically(path, description(_word(path.stem.partition(".")[0]), hosts, {}, {}), ResourceError)
+    transport.barrier()
+    return True
 
 
 def _link(transport: Any, first: int, second: int) -> LinkSpeed:

@@ -37,6 +37,7 @@ from distgraph.runtime.launch.launch import launch
 from distgraph.runtime.launch.mpi_rank import current_transport, ranks_of_job
 from distgraph.runtime.profile import collective_probes
 from distgraph.runtime.profile.cost_fitting import ComputeFit, LinkFit, Message, fit_compute, fit_links
+from distgraph.runtime.profile.discovery import describe_ranks
 from distgraph.runtime.profile.measurements import read_measurements
 from distgraph.runtime.profile.op_probes import PreparedProbe
 from distgraph.runtime.profile.probe_programs import probes
@@ -63,7 +64,7 @@ class Request:
 
     Attributes:
         output: resource file to write; see `store_path` for the file of the measurements.
-        source: resource file or shipped name whose numbers are replaced; "" for this machine.
+        source: resource file or shipped name whose numbers are replaced; "" for the hosts of the ranks.
         ranks: number of ranks of the job.
         seconds: time limit.
         repeats: number of rounds.
@@ -120,7 +121,10 @@ def profile(request: Request, host: HostProbes = tuple) -> int:
     if given > 1:
         if request.ranks not in (1, given):
             raise RuntimeFault(f"profile: -n {request.ranks} inside a job of {given} ranks; leave -n out")
-        return _rank(Request(**(asdict(request) | {"ranks": given})), host)
+        source, hosts = request.source, Path(request.output).with_suffix(".hosts.yaml")
+        if not source and describe_ranks(hosts):
+            source = str(hosts)
+        return _rank(Request(**(asdict(request) | {"ranks": given, "source": source})), host)
     request.cluster()  # raises its errors once, before ranks start
     if request.ranks == 1:
         return _rank(request, host)

@@ -13,8 +13,10 @@ import pytest
 from campaigns import machines
 from support.files.command_line import invoke
 
+from distgraph.errors import ResourceError
 from distgraph.resources import load_cluster
-from distgraph.runtime.launch.host_probe import GpuFacts, probe
+from distgraph.runtime.launch.host_probe import GpuFacts, HostFacts, probe
+from distgraph.runtime.profile import discovery
 from distgraph.runtime.profile.discovery import LinkSpeed, description
 
 GIB = 1 << 30
@@ -61,6 +63,38 @@ def test_machines_are_discovered(tmp_path: Path) -> None:
     speed = {link.kind: link.bandwidth or 0.0 for link in cluster.links}
     assert 1e5 < speed["ethernet"] < 60e6  # bytes/s of 50e6 and what a burst adds
     assert speed["shared_memory"] > 0
+
+
+class Job:
+    """Transport of one rank of a job on given hosts."""
+
+    def __init__(self, rank: int, hosts: list[str]) -> None:
+        self.rank, self.hosts = rank, hosts
+
+    def gather_objects(self, value: HostFacts, root: int) -> list[HostFacts]:
+        return [replace(value, host=host) for host in self.hosts]
+
+    def broadcast_object(self, value: list[HostFacts], root: int) -> list[HostFacts]:
+        return value
+
+    def barrier(self) -> None: ...
+
+
+def test_a_profile_describes_the_hosts_of_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "lab.hosts.yaml"
+
+    def described(rank: int, *hosts: str) -> bool:
+        monkeypatch.setattr(discovery, "current_transport", lambda: Job(rank, list(hosts)))
+        return discovery.describe_ranks(path)
+
+    assert not described(0, "a", "a")
+    assert described(1, "a", "a", "b")
+    assert not path.exists()  # the first rank of a host writes
+    assert described(2, "a", "a", "b")
+    cluster = load_cluster(path)
+    assert [(machine.name, len(machine.devices)) for machine in cluster.machines] == [("a", 2), ("b", 1)]
+    with pytest.raises(ResourceError, match="ranks run on hosts a, b, a but the ranks of a host must be"):
+        described(0, "a", "b", "a")
 
 
 def test_files_that_cannot_be_written(tmp_path: Path) -> None:
