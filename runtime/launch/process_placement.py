@@ -25,6 +25,7 @@ from distgraph.runtime.launch.host_assignment import HostAssignment, assign_host
 from distgraph.runtime.launch.hosts import Host
 from distgraph.runtime.transport.arrangement import Arrangement
 
+_MOST_BYTES: Final = 1 << 26
 PLACEMENT_VARIABLE: Final = "DISTGRAPH_PLACEMENT"
 """Environment variable by which `distgraph run` states the ranks of each host, in the order of processes."""
 
@@ -83,13 +84,13 @@ def placement_in(text: bytes) -> tuple[PlacedRanks, ...]:
             PlacedRanks(**part | {name: parse_spans(part[name]) for name in ("ranks", "devices")})
             for part in json.loads(text or b"{}").get("placement", ())
         )
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return ()
 
 
 def _read(path: str) -> bytes:
     try:
-        return Path(path).read_bytes() if path else b""
+        return Path(path).read_bytes() if path and Path(path).stat().st_size <= _MOST_BYTES else b""
     except OSError:  # as above
         return b""
 

@@ -35,7 +35,10 @@ ALLOWED = {
     "runtime/transport/mpi.py": {"pickle.loads"},  # objects of other ranks of the job
     "runtime/transport/departed_ranks.py": {"pickle.loads"},  # the same
     "engine/search_driver/worker_pool.py": {"pickle.loads"},  # results of worker processes of this process
-    "runtime/launch/launch.py": {"subprocess.Popen"},  # mpiexec, with a list of arguments
+    "runtime/launch/mpiexec.py": {"subprocess.Popen"},  # mpiexec, with a list of arguments
+    "runtime/launch/host_check.py": {
+        "subprocess.Popen"
+    },  # ssh to a host of the job, with a list of arguments
     "runtime/launch/mpi_rank.py": {"runpy.run_path"},  # the user's script
     "engine/commands/script_runner.py": {"runpy.run_path"},  # the user's script
     "serialization/yaml_reader.py": {"yaml.load"},  # with a loader of seven harmless tags
@@ -120,6 +123,9 @@ def test_files_are_read_by_the_modules_that_bound_them() -> None:
         "runtime/profile/profiler.py",  # the request of the process that started this one
         "runtime/job/failure_report.py",  # files of the ranks of the job
         "runtime/job/job_files.py",  # the same
+        "runtime/launch/host_probe.py",  # the answer of a host of the job
+        "engine/commands/measure_plans.py",  # seconds that a rank of the job has written
+        "runtime/launch/process_placement.py",  # of a plan of limited size, which the engine reads and checks
         *(name for name in found if name.startswith("runtime/execute/checkpoint/")),
     }
 
