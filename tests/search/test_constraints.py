@@ -146,7 +146,10 @@ def test_annotated_programs_keep_constraints() -> None:
             {"schedule": "zigzag"},
             "schedule 'zigzag' of the search does not exist; the schedules are 1f1b, gp",
         ),
-        ({"zero": 2}, "zero of the search is 2 but must be 0, 1 or 3"),
+        (
+            {"zero": 4},
+            "zero of the search is 4 but must be 0, 1 .states may be split., 2 .gradients too. or 3",
+        ),
         ({"uniform": 1}, "uniform of the search is 1 but must be True or False"),
         ({"memory": 0}, 'memory of the search is 0 but must be a size such as "8 GiB", or bytes'),
         ({"memory": math.inf}, "memory of the search is inf but must be finite"),
