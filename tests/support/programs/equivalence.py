@@ -21,7 +21,7 @@ from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import UserDim
 from distgraph.plan.strategy import Strategy
 
-STEPS, RATE, SEED = 10, 1e-2, 3
+STEPS, RATE, SEED = 20, 1e-2, 3
 VOCABULARY, WIDTH, LENGTH = 30, 12, 6
 CHANNELS, IMAGE, CLASSES = (2, 6, 8), 6, 7
 """Few sizes are a multiple of the number of ranks: 30 rows over 4, 6 positions over 4 (one rank has none)."""
@@ -198,10 +198,10 @@ MODELS = {"gpt": gpt, "conv": conv, "mirror": mirror}
 
 @cache
 def batches(model: str, dtype: str, size: int) -> list[tuple[Any, Any]]:
-    """Five batches, twice; there is something to learn in those of the GPT."""
+    """Five batches, four times; there is something to learn in those of the GPT."""
     rng = np.random.default_rng(SEED)
     made = []
-    for _ in range(STEPS // 2):
+    for _ in range(STEPS // 4):
         if model == "gpt":
             x = rng.integers(0, VOCABULARY, (size, LENGTH)).astype(np.int32)
             y = (7 * x + 11) % VOCABULARY
@@ -209,7 +209,7 @@ def batches(model: str, dtype: str, size: int) -> list[tuple[Any, Any]]:
             x = rng.standard_normal((size, CHANNELS[0], IMAGE, IMAGE)).astype(to_numpy(dtype))
             y = rng.integers(0, CLASSES, size).astype(np.int32)
         made.append((x, y))
-    return made * 2
+    return made * 4
 
 
 @dataclass(frozen=True)
