@@ -47,5 +47,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     for framework in OTHERS:
         if PACKAGE / "frontends" / framework in collection_path.parents and find_spec(framework) is None:
             return True
-    wants = NEEDS_DEVICE if PACKAGE in collection_path.parents else OTHERS
-    return True if imported_roots(collection_path.read_text()) & wants else None
+    roots = imported_roots(collection_path.read_text())
+    if PACKAGE in collection_path.parents:
+        missing = {framework for framework in OTHERS & roots if find_spec(framework) is None}
+        return True if missing or roots & NEEDS_DEVICE else None
+    return True if roots & OTHERS else None

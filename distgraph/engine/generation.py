@@ -1,13 +1,12 @@
 """Generation: tokens of a causal language model one after the other, with a cache of keys and values.
 
 All sequences of a batch are at the same position. As long as the prompt of a sequence reaches further than
-that position, its next token is read from the prompt; then it is chosen from the logits. So every sequence
-has the tokens that it would have alone.
+that position, its next token is read from the prompt; then it is chosen from the logits. So the most probable
+tokens of a sequence are those that it would get alone.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,11 +126,18 @@ def generate(
             f"model takes ({', '.join(model)}) but generation gives it tokens alone; wrap it in a model of "
             f"one argument"
         )
+    if not is_integer(seed) or seed < 0:
+        raise GraphError(f"seed is {seed!r} but must be a whole number from 0 up")
     rows = _prompts(prompts)
     lengths = np.array([len(row) for row in rows])
     ends = lengths + limits.max_new_tokens
     last = int(ends.max())
-    positions, dtype = _positions(session, limits.length, last - 1, rows[0].dtype)
+    positions, dtype = _positions(session, limits.length, last - 1)
+    largest = max(int(row.max()) for row in rows)
+    if largest > np.iinfo(dtype).max or min(int(row.min()) for row in rows) < 0:
+        raise GraphError(
+            f"prompts have token numbers up to {largest} but the model takes 0 to {np.iinfo(dtype).max}"
+        )
     limits.check(last - 1, positions)
     tokens = np.zeros((len(rows), last), dtype)
     for row, prompt in zip(tokens, rows, strict=True):
@@ -188,7 +194,10 @@ class _Cache:
 
 def _prompts(prompts: Any) -> list[np.ndarray]:
     """One array of integers for each sequence. Raises GraphError for anything else."""
-    rows = [np.asarray(row) for row in prompts]
+    try:
+        rows = [np.asarray(row) for row in prompts]
+    except (TypeError, ValueError):  # no sequence; one that is ragged
+        rows = []
     if not rows or any(row.ndim != 1 or not row.size or row.dtype.kind not in "iu" for row in rows):
         raise GraphError(
             "prompts must be a sequence of sequences of token numbers, each of one token or more, such as "
@@ -197,15 +206,18 @@ def _prompts(prompts: Any) -> list[np.ndarray]:
     return rows
 
 
-def _positions(session: Session, length: int | None, needed: int, given: np.dtype[Any]) -> tuple[int, Any]:
-    """Positions of a sequence if not given, and dtype of tokens: those of the programs compiled so far."""
+def _positions(session: Session, length: int | None, needed: int) -> tuple[int, np.dtype[Any]]:
+    """Positions of a sequence if not given, and dtype of tokens: those of the longest samples so far."""
     names = {f"{POSITION}0", *(arguments(session.training_spec.model) or ())}
-    for mode, _, fields, _ in session.programs:
-        for name, (shape, dtype) in fields:
-            if mode != "generate" and name in names and len(shape) == 1:
-                return length or shape[0], to_numpy(dtype)
-    return length or needed, np.dtype(np.int32) if given.itemsize > 4 else given
+    known = [
+        (shape[0], dtype)
+        for mode, _, fields, _ in session.programs
+        for name, (shape, dtype) in fields
+        if mode != "generate" and name in names and len(shape) == 1
+    ]
+    longest, dtype = max(known, default=(needed, "i32"))
+    return length or longest, to_numpy(dtype)
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return is_integer(value) or (isinstance(value, (float, np.floating)) and bool(np.isfinite(value)))

@@ -55,7 +55,7 @@ _SAME_GRADIENT = ("add", "reshape", "transpose", "broadcast_to", "identity")
 
 @register_pass("mixed_precision", stage="serial", after=("dead_code_elimination",))
 def mixed_precision(graph: Graph, context: PassContext) -> Graph:
-    """Compute products in 16 bits, with casts from and to f32 around them."""
+    """Compute products in 16 bits, with casts around them."""
     casts = _Casts(graph, context.precision.half)
     kinds = _Kinds.of(graph, context)
     gradients = _parameter_gradients(graph)

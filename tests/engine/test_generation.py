@@ -194,6 +194,13 @@ def test_sampling_follows_the_probabilities() -> None:
     assert Sampling().choose(logits, np.random.default_rng(0)).tolist() == [0]
 
 
+def test_small_integers_of_a_prompt_do_not_limit_the_tokens() -> None:
+    model = gpt(vocabulary=1000, layers=1)
+    expected = lists(dg.Engine(model).generate([[5, 1, 7]], 6, length=16))
+    assert max(expected[0]) > 255
+    assert lists(dg.Engine(model).generate([np.array([5, 1, 7], "u1")], 6, length=16)) == expected
+
+
 def test_a_seed_repeats_its_choices() -> None:
     engine = trained(gpt())
     first, again, other = (lists(engine.generate(text(4), 12, temperature=1.0, seed=s)) for s in (1, 1, 2))
@@ -271,6 +278,9 @@ def test_models_that_are_not_causal_are_refused(mix: Callable[[dg.Tensor], Any],
         ({"prompts": [[1, 2], []]}, "prompts must be a sequence of sequences of token numbers"),
         ({"prompts": [[0.5]]}, "prompts must be a sequence of sequences of token numbers"),
         ({"prompts": []}, "prompts must be"),
+        ({"prompts": 5}, "prompts must be"),
+        ({"prompts": [[2**40]]}, r"prompts have token numbers up to 1099511627776 but the model takes 0 to"),
+        ({"seed": -1}, "seed is -1 but must be a whole number from 0 up"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0 but must be a whole number from 1 up"),
         ({"temperature": -1.0}, r"temperature is -1.0 but must be a number from 0 up"),
         ({"temperature": 1.0, "top_k": 0}, "top_k is 0 but must be a whole number from 1 up"),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from support.ops.graph_equality import same_graph
 from support.programs.small_graphs import mlp
 
-from distgraph.ir.parser import parse_graph, print_graph, same_graph
+from distgraph.ir.parser import parse_graph, print_graph
 from distgraph.passes.pass_pipeline import run_passes
 
 STAGES = {

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.ops.graph_equality import same_graph
 from support.ops.windows import pinned, windows
 from support.programs.partitioned import assert_same, run_partitioned, run_serial
 
@@ -19,7 +20,7 @@ from distgraph import ops
 from distgraph.errors import GraphError
 from distgraph.ir.graph import Graph
 from distgraph.ir.mesh import ProcessMesh
-from distgraph.ir.parser import parse_graph, print_graph, same_graph
+from distgraph.ir.parser import parse_graph, print_graph
 from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
 from distgraph.ir.verifier import verify
 from distgraph.passes.complete import complete

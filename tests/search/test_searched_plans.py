@@ -158,7 +158,8 @@ def test_no_time_and_no_data_parallelism() -> None:
     told = [plan.decisions[name] for name in ("conv.weight", "layer 0", "layer 1")]
     assert all(decision.terms and decision.runner_up_seconds is None for decision in told)
     assert "the runner-up was not forecast" in plan.explain("conv.weight")
-    assert plan.baselines == {"data parallel": "the batch has 2 samples, fewer than 4 devices"}
+    too_few = "the batch has 2 samples, fewer than 4 devices"
+    assert plan.baselines == {"data parallel": too_few, "data parallel, ZeRO-1": too_few}
     trains_as_one_rank(few, plan)
     with pytest.raises(InfeasibleError, match="no plan that fits cluster boxes was found in 0 s"):
         few.search(two_by_two(memory="1 KiB"), seconds=0.0)

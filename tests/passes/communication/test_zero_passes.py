@@ -6,12 +6,13 @@ from functools import cache
 from typing import Any
 
 import pytest
+from support.ops.graph_equality import same_graph
 
 import distgraph as dg
 from distgraph import nn, ops, optim
 from distgraph.engine.compile.train_graph import train_graph
 from distgraph.ir.graph import Graph, Op
-from distgraph.ir.parser import parse_graph, same_graph
+from distgraph.ir.parser import parse_graph
 from distgraph.ir.printer import print_graph
 from distgraph.ir.verifier import verify
 from distgraph.passes.communication.gather_parameters import gather_parameters, layer_of

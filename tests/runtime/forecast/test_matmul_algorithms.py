@@ -34,13 +34,16 @@ def test_slices_hide_communication_in_less_memory(flow: str) -> None:
 
 @pytest.mark.parametrize("flow", FLOWS)
 def test_meshslice_hides_more_than_its_rivals(flow: str) -> None:
-    """Nothing hides the skews of Cannon's algorithm: it exposes no less than the collectives do."""
+    """Nothing hides the skews of Cannon's algorithm, but those of parameters, which a task of their own loads
+    (OS): else it exposes no less than the collectives do."""
     whole = exposed(forecast_of(flow, MatmulAlgorithm("collective"), 2, 2))
     sliced = exposed(forecast_of(flow, MatmulAlgorithm("meshslice", slices=8), 2, 2))
     wang, summa, cannon = (
         exposed(forecast_of(flow, MatmulAlgorithm(name), 2, 2)) for name in ("wang", "summa", "cannon")
     )
-    assert sliced < wang < whole <= cannon * (1 + 1e-9)
+    assert sliced < wang < cannon
+    assert cannon < whole if flow == "OS" else whole <= cannon * (1 + 1e-9)
+    assert wang < whole
     assert sliced < summa < whole
 
 
