@@ -4,19 +4,22 @@ The forward part is traced for two numbers of samples. Its ops are the same; sha
 tell what depends on the number. A value has an exponent k if that of n times as many samples is n ** k times
 the mean of those of the parts: 0 for a mean over the samples (a sum, times a constant that falls with their
 number), 1 for a sum. Linear ops keep it; products add exponents.
+
+A value whose shape grows is the rows of the parts one behind the other only if every op before it computes a
+row from the same row of its operands, which the index rules tell. Other values that grow couple samples.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from distgraph.ir.graph import Graph, Op
 from distgraph.ir.matmul_algorithm import CONTRACTIONS
-from distgraph.ir.op_registry import linear_groups
+from distgraph.ir.op_registry import linear_groups, rule_of
 
 SUMS = frozenset({"reduce_sum", *CONTRACTIONS})
 """Ops that sum over a dim that their result does not have."""
@@ -29,16 +32,18 @@ class Growth:
     """How a value depends on the samples.
 
     Attributes:
-        kind: "fixed" (not at all, but for a factor), "rows" (a dim is the samples), "linear" (a sum over the
-            samples, times a factor) or "other".
+        kind: "fixed" (not at all, but for a factor), "rows" (a row for each sample, times a factor), "linear"
+            (a sum over the samples, times a factor) or "other".
         power: exponent of the number of samples.
+        dim: of rows, the dim along which those of the parts follow each other.
     """
 
     kind: str
     power: float = 0.0
+    dim: int = 0
 
 
-FIXED, ROWS, OTHER = Growth("fixed"), Growth("rows"), Growth("other")
+FIXED, OTHER = Growth("fixed"), Growth("other")
 
 
 def growths(small: Graph, large: Graph) -> Mapping[str, Growth]:
@@ -49,12 +54,17 @@ def growths(small: Graph, large: Graph) -> Mapping[str, Growth]:
         large: the same for `FACTOR` times as many.
     """
     found: dict[str, Growth] = {}
-    if [op.kind for op in small.ops] != [op.kind for op in large.ops]:
+    pairs = _pairs(small, large)
+    if pairs is None:
         return {value.name: OTHER for op in small.ops for value in op.results}
-    for op, other in zip(small.ops, large.ops, strict=True):
-        for value, wide in zip(op.results, other.results, strict=True):
+    for op, other in pairs:
+        for value, wide in zip(op.operands, other.operands, strict=False):
+            made, like = small.producers[value.name], large.producers[wide.name]
+            if made.kind == "constant":  # which it is paired with depends on the reader
+                found[value.name] = _constant(made, like) if like.kind == "constant" else OTHER
+        for number, (value, wide) in enumerate(zip(op.results, other.results, strict=True)):
             if value.shape != wide.shape:
-                found[value.name] = ROWS
+                found[value.name] = _grown(op, other, number, found)
             elif not op.operands:
                 found[value.name] = _source(op, other)
             else:
@@ -62,12 +72,112 @@ def growths(small: Graph, large: Graph) -> Mapping[str, Growth]:
     return found
 
 
+def _pairs(small: Graph, large: Graph) -> list[tuple[Op, Op]] | None:
+    """Ops of both graphs, in order; None where they differ.
+
+    Equal constants are one op, and a number of samples may be equal to another constant of one graph: where
+    their numbers differ, constants are paired by the ops that read them only.
+    """
+    for ignored in ("", "constant"):
+        left, right = ([op for op in graph.ops if op.kind != ignored] for graph in (small, large))
+        if [op.kind for op in left] == [op.kind for op in right]:
+            return list(zip(left, right, strict=True))
+    return None
+
+
+def _constant(op: Op, other: Op) -> Growth:
+    same = op.result.shape == other.result.shape
+    return _source(op, other) if same else _grown(op, other, 0, {})
+
+
+def _grown(op: Op, other: Op, number: int, found: Mapping[str, Growth]) -> Growth:
+    """A result whose shape depends on the samples: rows, or other where samples are coupled."""
+    before, after = op.results[number].shape, other.results[number].shape
+    dims = [d for d, (n, m) in enumerate(zip(before, after, strict=False)) if n != m]
+    if len(before) != len(after) or len(dims) != 1 or after[dims[0]] != FACTOR * before[dims[0]]:
+        return OTHER
+    (dim,) = dims
+    if not op.operands:
+        return _grown_source(op, other, dim)
+    operands = [found[value.name] for value in op.operands]
+    if any(g.kind in ("other", "linear") for g in operands) or _attributes_differ(op, other, dim):
+        return OTHER
+    power = _power(op, operands)
+    return (
+        OTHER if power is None or not _row_wise(other, number, dim, operands) else Growth("rows", power, dim)
+    )
+
+
+def _grown_source(op: Op, other: Op, dim: int) -> Growth:
+    """A source or constant with a row for each sample: the rows must be equal, whichever the sample."""
+    if op.kind == "input":
+        return Growth("rows", 0, dim)
+    if op.kind == "iota":
+        return OTHER if op.attrs["dim"] == dim else Growth("rows", 0, dim)
+    if op.kind not in ("constant", "full"):
+        return OTHER
+    rows = []
+    for each in (op, other):
+        value = np.broadcast_to(np.asarray(each.attrs["value"]), each.results[0].shape)
+        rows.append(value.take([0], dim))
+        if not np.array_equal(value, np.broadcast_to(rows[-1], value.shape)):
+            return OTHER
+    factor = _factor(*rows)
+    return Growth("rows", factor.power, dim) if factor.kind == "fixed" else OTHER
+
+
+def _row_wise(op: Op, number: int, dim: int, operands: Sequence[Growth]) -> bool:
+    """Whether each row of a result, along a dim, depends on the same row of the operands only.
+
+    Args:
+        op: of the trace with more samples: an index of length 1 would not be in its rule.
+        number, dim: of the result.
+        operands: fixed, or rows.
+    """
+    rows = [(i, g.dim) for i, g in enumerate(operands) if g.kind == "rows"]
+    if op.kind == "reshape":  # the elements of the samples are the minor part from that dim on
+        leading = math.prod(op.results[number].shape[:dim])
+        return all(math.prod(op.operands[i].shape[:d]) == leading for i, d in rows)
+    rule = rule_of(op)
+    indices = rule.results[number][dim]
+    if len(indices) != 1 or indices[0] in rule.whole | rule.located | rule.sliding | rule.joint:
+        return False
+    return _carried_by(op, indices[0], rows) and sum(indices[0] in term for term in rule.results[number]) == 1
+
+
+def _carried_by(op: Op, index: str, rows: Sequence[tuple[int, int]]) -> bool:
+    """Whether the dims of the samples of the operands are an index, and no other dims of operands have it."""
+    rule = rule_of(op)
+    carriers = [(tensor, dim) for is_result, tensor, dim in rule.dims_of(index) if not is_result]
+    return carriers == list(rows) and all(rule.operands[i][d] == (index,) for i, d in rows)
+
+
+def _power(op: Op, operands: Sequence[Growth]) -> float | None:
+    """Exponent of a row-wise result; None where it has none."""
+    powers = [g.power for g in operands]
+    if not any(powers):
+        return 0
+    if op.kind == "divide":
+        return powers[0] - powers[1]
+    if op.kind in ("multiply", *CONTRACTIONS):
+        return sum(powers)
+    for group in linear_groups(op):
+        inside = {power for i, power in enumerate(powers) if i in group}
+        if len(inside) == 1 and not any(power for i, power in enumerate(powers) if i not in group):
+            return inside.pop()
+    return None
+
+
 def _source(op: Op, other: Op) -> Growth:
     """A source or constant: a factor where its numbers are a power of the number of samples."""
     before, after = op.attrs.get("value"), other.attrs.get("value")
-    if op.kind == "input" or before is None or np.array_equal(np.asarray(before), np.asarray(after)):
+    return FIXED if op.kind == "input" or before is None else _factor(np.asarray(before), np.asarray(after))
+
+
+def _factor(before: np.ndarray, after: np.ndarray) -> Growth:
+    if np.array_equal(before, after):
         return FIXED
-    ratios = np.asarray(after, float) / np.where(np.asarray(before) == 0, np.nan, before)
+    ratios = np.asarray(after, float) / np.where(before == 0, np.nan, before)
     first = float(ratios.flat[0])
     if not np.allclose(ratios, first, rtol=1e-6) or not first > 0:
         return OTHER
@@ -80,11 +190,10 @@ def _result(op: Op, other: Op, found: Mapping[str, Growth]) -> Growth:
         return OTHER
     if all(g == FIXED for g in operands):
         return FIXED
+    if any(g.kind == "rows" for g in operands):
+        return _summed(op, other, operands)
     if op.kind == "divide" and operands[1].kind == "fixed":
         return Growth(operands[0].kind, operands[0].power - operands[1].power)
-    if any(g.kind == "rows" for g in operands):
-        sums = op.kind in SUMS and all(g.kind in ("rows", "fixed") for g in operands)
-        return Growth("linear", 1 + sum(g.power for g in operands if g.kind == "fixed")) if sums else OTHER
     for group in linear_groups(op):
         inside = [g for i, g in enumerate(operands) if i in group]
         outside = [g for i, g in enumerate(operands) if i not in group]
@@ -94,8 +203,24 @@ def _result(op: Op, other: Op, found: Mapping[str, Growth]) -> Growth:
     return OTHER
 
 
-def _attributes_differ(op: Op, other: Op) -> bool:
-    """Whether attributes other than shapes depend on the number of samples."""
-    ignored = ("shape", "sizes", "salt", "starts", "stops", "limits")
-    keys = {*op.attrs, *other.attrs} - set(ignored)
-    return any(repr(op.attrs.get(key)) != repr(other.attrs.get(key)) for key in keys)
+def _summed(op: Op, other: Op, operands: Sequence[Growth]) -> Growth:
+    """A result without rows of operands with rows: linear where the op sums over the samples once."""
+    rows = [(i, g.dim) for i, g in enumerate(operands) if g.kind == "rows"]
+    if op.kind not in SUMS or any(g.kind == "linear" for g in operands):
+        return OTHER
+    indices = rule_of(other).operands[rows[0][0]][rows[0][1]]
+    if len(indices) != 1 or indices[0] not in rule_of(other).reduced(0):
+        return OTHER
+    power = sum(g.power for g in operands)
+    return Growth("linear", 1 + power) if _carried_by(other, indices[0], rows) else OTHER
+
+
+def _attributes_differ(op: Op, other: Op, dim: int | None = None) -> bool:
+    """Whether attributes depend on the number of samples, other than as the length of a dim."""
+    for key in {*op.attrs, *other.attrs} - {"salt"}:
+        before, after = op.attrs.get(key), other.attrs.get(key)
+        if key in ("shape", "sizes", "stops") and dim is not None and before and after:
+            before, after = (tuple(n for d, n in enumerate(each) if d != dim) for each in (before, after))
+        if repr(before) != repr(after):
+            return True
+    return False

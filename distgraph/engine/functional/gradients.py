@@ -33,6 +33,7 @@ class StepTrace:
         marked: whether marks count at all.
         differentiated: names of the tensors by which the loss was differentiated.
         loss: the loss of the whole batch.
+        marks: number of marked boundaries that ended a stage.
     """
 
     accumulated: Callable[[Tensor, Tensor], Tensor]
@@ -41,6 +42,16 @@ class StepTrace:
     marked: bool = True
     differentiated: list[str] = field(default_factory=list)
     loss: Tensor | None = None
+    marks: int = 0
+
+    def check_marks(self) -> None:
+        """Raises GraphError where there are fewer marked boundaries than the stages need."""
+        if self.marks + 1 < len(self.stages):
+            fewer = f", or give stages={self.marks + 1}" if self.marks else ""
+            raise GraphError(
+                f"mark_pipeline_boundary is called {self.marks} times but stages is {len(self.stages)}, "
+                f"which needs {len(self.stages) - 1}; add marks in the loss{fewer}"
+            )
 
 
 _STEP: ContextVar[StepTrace | None] = ContextVar("step", default=None)
@@ -131,7 +142,7 @@ def mark_pipeline_boundary() -> None:
             f"mark_pipeline_boundary is called {following} times but stages is {len(step.stages)}, "
             f"which needs {len(step.stages) - 1}; give stages={following + 1}, or remove marks"
         )
-    trace.placement = step.stages[following]
+    trace.placement, step.marks = step.stages[following], following
 
 
 def _check_loss(loss: Any) -> None:

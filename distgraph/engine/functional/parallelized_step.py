@@ -136,6 +136,8 @@ class ParallelizedStep:
         """The engine, with a compiled program for such a batch."""
         fields = self._fields(batch)
         samples = {len(array) for array in fields.values()}
+        if self._program is not None:
+            _check_leaves(self._fields(self._program.batch), fields)
         if len(samples) > 1:
             sizes = ", ".join(f"{name} {array.shape}" for name, array in fields.items())
             raise GraphError(
@@ -189,7 +191,12 @@ class ParallelizedStep:
         return gather_tensors(engine._session.ranks(), engine.memory, [name])[name]
 
     def _fields(self, batch: Any) -> dict[str, np.ndarray]:
-        return {path or "batch": np.asarray(leaf) for path, leaf in leaves(batch)}
+        fields = {path or "batch": np.asarray(leaf) for path, leaf in leaves(batch)}
+        if not fields:
+            raise GraphError("batch has no leaves but a step needs samples; give at least one array")
+        for name, array in fields.items():
+            _check_field(name, array)
+        return fields
 
     def _ready(self, what: str) -> Engine:
         if self.engine is None:
@@ -199,6 +206,35 @@ class ParallelizedStep:
 
 def _step_model(**inputs: Any) -> Any:
     raise AssertionError("a training step is traced as a whole")
+
+
+def _check_field(name: str, array: np.ndarray) -> None:
+    """Raises GraphError where a leaf of the batch is no array of numbers with a row for each sample."""
+    if array.dtype.kind in "USO":
+        raise GraphError(
+            f"leaf {name} of the batch has dtype {array.dtype} but must be numbers; encode or omit it"
+        )
+    if not array.ndim:
+        raise GraphError(
+            f"leaf {name} of the batch is the number {array} but must be an array whose first dim is the "
+            "samples; repeat it for every sample, or keep it in the state"
+        )
+    if not len(array):
+        raise GraphError(
+            f"leaf {name} of the batch has shape {array.shape} but a step needs at least 1 sample; leave an "
+            "empty batch out"
+        )
+
+
+def _check_leaves(before: Mapping[str, np.ndarray], after: Mapping[str, np.ndarray]) -> None:
+    """Raises GraphError where a batch has other leaves than the one that the step was compiled for."""
+    if before.keys() != after.keys():
+        differing = [name for name in (*before, *after) if (name in before) != (name in after)]
+        raise GraphError(
+            f"batch has the leaves {', '.join([*after][:4])} but the step was compiled for "
+            f"{', '.join([*before][:4])}: different are {', '.join(differing[:4])}; give batches of one "
+            "structure, or decorate the function a second time"
+        )
 
 
 def _buffer(path: str, leaf: Any) -> Parameter:
@@ -286,6 +322,11 @@ def parallelize(
         )
     if layers not in LAYERS:
         raise ShardingError(f"layers of parallelize is {layers!r} but must be one of {', '.join(LAYERS)}")
+    if layers == "manual" and method != "pipeline":
+        raise ShardingError(
+            f"layers of parallelize is 'manual' but method {method!r} does not read marks; give "
+            "method='pipeline', or leave layers out"
+        )
     resources = load_cluster(cluster) if isinstance(cluster, (str, Path)) else cluster
     count = _ranks(devices, resources)
     meshes: tuple[ProcessMesh, ...] = ()
@@ -324,9 +365,12 @@ def _stage_meshes(stages: int | None, devices: int) -> tuple[ProcessMesh, ...]:
 
 
 def _strategy(method: str, devices: int, micro_batches: int | None, stages: int | None) -> Strategy:
+    if stages is not None and method in ("data_parallel", "zero2", "zero3", "shard"):
+        raise ShardingError(
+            f"stages of parallelize is {stages} but method {method!r} has no pipeline; give "
+            "method='pipeline', or leave stages out"
+        )
     if method in ("data_parallel", "zero2", "zero3"):
-        if stages is not None:
-            raise ShardingError(f"stages of parallelize is {stages} but method {method!r} has no pipeline")
         zero = {"data_parallel": None, "zero2": 2, "zero3": 3}[method]
         mesh = ProcessMesh.grid(dp=devices)
         return Strategy(mesh=mesh, batch_axis="dp", zero=zero, micro_batches=micro_batches)

@@ -78,7 +78,8 @@ class StepSpec(TrainingSpec):
 
         Raises:
             GraphError: the step does not return its state, or computes no gradient; a value cannot be
-                accumulated over micro-batches.
+                accumulated over micro-batches; a metric or new state reads one of them; there are fewer
+                marked boundaries than stages need.
         """
         rows = next(iter(fields.values()))[0][0]
         program = self.program
@@ -99,6 +100,9 @@ class StepSpec(TrainingSpec):
         with trace.activate(), tracing_step(step):
             state, metrics = self._called(trace, fields)
             assert step.loss is not None
+            step.check_marks()
+            if count > 1:
+                self._check_behind(trace, state, metrics, count)
             self._store(trace, state)
             outputs = {"loss": step.loss, **self._labelled(trace, metrics)}
             annotate_stored(trace, layouts)
@@ -132,6 +136,22 @@ class StepSpec(TrainingSpec):
                 f"the training step returned a {type(returned).__name__} but must return (state, metrics)"
             )
         return returned
+
+    def _check_behind(self, trace: Trace, state: Any, metrics: Any, count: int) -> None:
+        """Raises GraphError where a metric or a leaf of the new state is that of one micro-batch only."""
+        partial: set[str] = set()
+        for op in trace.ops:
+            fed = op.kind == "input" and op.result.shape != ()
+            if fed or (op.kind != "accumulate" and any(v.name in partial for v in op.operands)):
+                partial.update(value.name for value in op.results)
+        for subject, tree in (("metric", metrics), ("new state", state)):
+            for path, leaf in leaves(tree):
+                if isinstance(leaf, Tensor) and leaf.value.name in partial:
+                    raise GraphError(
+                        f"{subject} {path or 'leaf'} is computed from the batch outside of the loss but the "
+                        f"batch is split in {count} micro-batches; return it from the loss with "
+                        "has_aux=True, or use micro_batches=1"
+                    )
 
     def _store(self, trace: Trace, new: Any) -> None:
         """Replace the state by the one that the function returned, at the end of the step."""

@@ -193,6 +193,9 @@ def test_grad_outside_of_a_step() -> None:
         ({"devices": 0}, "devices of parallelize is 0 but must be a number from 1 up"),
         ({"method": "zero2", "stages": 2}, "stages of parallelize is 2 but method 'zero2' has no pipeline"),
         ({"method": "pipeline", "layers": "manual", "stages": 3, "devices": 4}, "stages of parallelize is 3"),
+        ({"method": "shard", "stages": 2}, "stages of parallelize is 2 but method 'shard' has no pipeline"),
+        ({"method": "zero2", "layers": "manual"}, "layers .* is 'manual' but method 'zero2' does not read"),
+        ({"layers": "manual"}, "layers of parallelize is 'manual' but method 'auto' does not read marks"),
     ],
 )  # fmt: skip
 def test_settings_that_do_not_fit(settings: dict[str, Any], message: str) -> None:
@@ -216,3 +219,38 @@ def test_more_marks_than_stages() -> None:
     )
     with pytest.raises(GraphError, match="called 2 times but stages is 2, which needs 1; give stages=3"):
         step(np.ones((3, 2)), np.ones((8, 3)))
+
+
+@pytest.mark.parametrize("marks", [0, 1])
+def test_fewer_marks_than_stages(marks: int) -> None:
+    def loss(w: Any, batch: Any) -> Any:
+        x = batch @ w
+        for _ in range(marks):
+            dg.mark_pipeline_boundary()
+        return x.mean()
+
+    step = dg.parallelize(
+        lambda w, batch: (dg.grad(lambda w: loss(w, batch))(w), {}),
+        method="pipeline",
+        layers="manual",
+        stages=3,
+        devices=3,
+    )
+    message = f"called {marks} times but stages is 3, which needs 2; add marks in the loss"
+    with pytest.raises(GraphError, match=message + (", or give stages=2" if marks else "$")):
+        step.plan(np.ones((3, 2)), np.ones((8, 3)))
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({}, "batch has no leaves but a step needs samples; give at least one array"),
+        ({"x": np.ones((0, 6)), "y": np.ones((0, 4))}, r"leaf x of the batch has shape \(0, 6\) but a step"),
+        ({"x": np.ones((8, 6)), "y": 3}, "leaf y of the batch is the number 3 but must be an array"),
+        ({"x": np.ones((8, 6)), "y": "text"}, "leaf y of the batch has dtype <U4 but must be numbers"),
+        ({"x": np.ones((8, 6)), "z": np.ones((8, 4))}, "batch has the leaves x, z but .* different are y, z"),
+    ],
+)
+def test_batches_that_do_not_fit(step: Any, batch: Any, message: str) -> None:
+    with pytest.raises(GraphError, match=message):
+        step(start(), batch)
