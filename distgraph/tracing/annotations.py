@@ -270,6 +270,11 @@ def _of_one_op(
     given = [name for name in given if name != first]
     if given:
         raise ShardingError(f"shard_op ({where}) has {first} and {given[0]}; leave one of them out")
+    if axes is not None and not isinstance(axes, Mapping):
+        raise ShardingError(
+            f"shard_op ({where}): axes is a {type(axes).__name__} but must name the index that each axis "
+            f'splits, as axes={{"m": "dp"}}'
+        )
     ranks = None if isinstance(mesh, EllipsisType) else mesh
     if ranks is not None:
         check_mesh(f"shard_op ({where})", ranks)

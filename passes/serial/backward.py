@@ -29,13 +29,16 @@ from distgraph.tracing.tensor import Tensor, emit_one
 from distgraph.tracing.tracer import Trace
 
 
-def differentiate(trace: Trace, loss: Tensor, wrt: Sequence[Tensor]) -> list[Tensor]:
+def differentiate(
+    trace: Trace, loss: Tensor, wrt: Sequence[Tensor], factor: Tensor | None = None
+) -> list[Tensor]:
     """Gradients of a scalar loss.
 
     Args:
         trace: the trace that holds the loss; ops are appended to it.
         loss: tensor of shape ().
         wrt: tensors of the same trace, usually parameters.
+        factor: number of the loss's dtype; the gradients are those of the loss times this factor.
 
     Returns:
         one gradient each, of the shape of its tensor; zeros where the loss does not depend on it.
@@ -52,7 +55,7 @@ def differentiate(trace: Trace, loss: Tensor, wrt: Sequence[Tensor]) -> list[Ten
     walk = _Walk(trace, forward, active)
     with trace.activate(), trace.within(role="backward"):
         with trace.on_behalf_of(loss.value.name, "", "loss"):
-            walk.grads[loss.value.name] = trace.constant(1.0, loss.dtype)
+            walk.grads[loss.value.name] = trace.constant(1.0, loss.dtype) if factor is None else factor
         for op in reversed(forward):
             received = tuple(walk.grads.get(v.name) for v in op.results)
             if any(g is not None for g in received) and any(v.name in active for v in op.operands):

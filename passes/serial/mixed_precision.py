@@ -52,6 +52,9 @@ FOLLOWING = (
 _SAME_GRADIENT = ("add", "reshape", "transpose", "broadcast_to", "identity")
 """Ops of the backward part between the product that makes a gradient of a parameter and its accumulation."""
 
+_LINEAR = ("pad", "slice", "concat", "negative")
+"""Such ops too, and products with a constant, if nothing else reads what they read."""
+
 
 @register_pass("mixed_precision", stage="serial", after=("dead_code_elimination",))
 def mixed_precision(graph: Graph, context: PassContext) -> Graph:
@@ -240,16 +243,29 @@ class _Casts:
 
 
 def _parameter_gradients(graph: Graph) -> frozenset[str]:
-    """Names of values that are a gradient of a parameter in one micro-batch, or a term of one."""
+    """Names of values that are a gradient of a parameter in one micro-batch, or a term or part of one."""
     gradients: set[str] = set()
+
+    def passes_on(user: Op, kinds: Sequence[str]) -> bool:
+        if user.role != "backward" or user.kind == "accumulate":
+            return user.role == "backward"
+        alike = user.kind in kinds or (kinds is not _SAME_GRADIENT and _is_scaling(graph, user))
+        return alike and not gradients.isdisjoint(_names(user.results))
+
     for op in reversed(graph.ops):
-        if op.role != "backward":
-            continue
-        if op.kind == "accumulate" or (
-            op.kind in _SAME_GRADIENT and not gradients.isdisjoint(_names(op.results))
-        ):
-            gradients.update(_names(op.operands))
+        for value in op.results:
+            users = graph.users.get(value.name, ())
+            if any(passes_on(user, _SAME_GRADIENT) for user in users) or (
+                users and all(passes_on(user, (*_SAME_GRADIENT, *_LINEAR)) for user in users)
+            ):
+                gradients.add(value.name)
     return frozenset(gradients)
+
+
+def _is_scaling(graph: Graph, op: Op) -> bool:
+    """Whether an op is a product with a constant, or a quotient by one."""
+    constant = [graph.producers[value.name].kind == "constant" for value in op.operands]
+    return (op.kind == "multiply" and any(constant)) or (op.kind == "divide" and constant[1])
 
 
 def _names(values: Sequence[Value]) -> Iterable[str]:

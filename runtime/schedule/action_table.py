@@ -73,7 +73,8 @@ class ActionTable:
         """Compute task -> number of its chunk; 0 under a policy that does not tell chunks apart.
 
         Raises:
-            GraphError: the policy does, and stages have different numbers of tasks.
+            GraphError: the policy does, and stages have different numbers of tasks; or it splits the backward
+                part, and a micro-batch comes back to a stage.
         """
         groups: dict[tuple[str, int], list[str]] = {}
         for name in topological_order(graph):
@@ -81,11 +82,24 @@ class ActionTable:
             if self._is_compute(task):
                 groups.setdefault((self._phase_of(name), task.stage), []).append(name)
         if policy.chunked_table is None:
+            again = [s for (phase, s), names in groups.items() if phase == "forward" and len(names) > 1]
+            if again and policy.splits_backward and graph.micro_batches > 1:
+                raise GraphError(
+                    f"schedule {policy.name}: a micro-batch comes back to stage {again[0]}, but the table of "
+                    "the schedule has each stage once; name each mesh once along the pipeline, or use "
+                    "schedule interleaved-1f1b or 1f1b"
+                )
             return dict.fromkeys((name for names in groups.values() for name in names), 0)
         numbers = {key: len(names) for key, names in groups.items()}
         if len(set(numbers.values())) > 1:
             (phase, stage), most = max(numbers.items(), key=lambda item: item[1])
             (other, at), least = min(numbers.items(), key=lambda item: item[1])
+            if len({n for (kind, _), n in numbers.items() if kind == "forward"}) == 1:
+                raise GraphError(
+                    f"schedule {policy.name}: a micro-batch has {most} chunks on stage {stage} but a "
+                    f"backward part for {least} of them on stage {at}: no trainable parameter is in the "
+                    "others and before them; let the first chunks train a parameter, or use another schedule"
+                )
             raise GraphError(
                 f"schedule {policy.name}: a micro-batch has {most} {phase} tasks on stage {stage} but "
                 f"{least} {other} tasks on stage {at}; let the pipeline reach every stage as often as the "

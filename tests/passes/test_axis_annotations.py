@@ -140,6 +140,7 @@ def _twice(x: Any) -> Any:
         (_twice, r"annotated \[_, dp\] on any mesh .* but was annotated \[dp, _\] on any mesh"),
         (dg.shard_op(ops.relu, axes={"z": "dp"}), "relu has no index 'z'; its indices are"),
         (lambda _: dg.shard_op(ops.relu), r"no mesh and no counts; give it a mesh, or counts=\(\(2, 1\)"),
+        (lambda _: dg.shard_op(ops.relu, axes=["dp"]), "axes is a list but must name the index that each"),
         (
             lambda _: dg.shard_op(ops.relu, axes={}, counts=((1, 1),)),
             "has counts and axes; leave one of them out",

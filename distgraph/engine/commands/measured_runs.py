@@ -19,7 +19,7 @@ from distgraph.engine.compile.compile_request import CompileRequest
 from distgraph.engine.compile.train_graph import train_graph
 from distgraph.engine.compile.training_spec import TrainingSpec
 from distgraph.engine.data import POSITION
-from distgraph.errors import ResourceError
+from distgraph.errors import DistGraphError, ResourceError
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import DistAttr
 from distgraph.models import GPT, GPTConfig, GShardMoE, Llama, LlamaConfig, MoEConfig, WideResNet, stages
@@ -226,7 +226,14 @@ def _word(where: str, cells: Mapping[str, str], name: str, words: Mapping[str, A
 
 
 def _program(row: _Row, cluster: Cluster) -> Build:
-    """The compiled step of a row."""
+    """The compiled step of a row. Raises ResourceError: the row describes no program that there is."""
+    try:
+        return _compiled(row, cluster)
+    except DistGraphError as error:
+        raise ResourceError(f"{row.where}: {error}") from error
+
+
+def _compiled(row: _Row, cluster: Cluster) -> Build:
     kind, config = _MODELS[row.family]
     model = (
         kind.preset(row.preset, **dict(row.config)) if row.preset else kind(config(**dict(row.config)))  # type: ignore[call-arg]

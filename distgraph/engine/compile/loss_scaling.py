@@ -25,9 +25,17 @@ SCALE = "loss_scale"
 _LARGEST = 2.0**126
 
 
-def scaled_loss(trace: Trace, loss: Tensor) -> Tensor:
-    """The loss times the factor."""
-    return loss * trace.source("input", SCALE, (), loss.dtype)
+def scale_factor(trace: Trace, loss: Tensor) -> Tensor:
+    """The factor, in the type of the loss: where the backward part starts.
+
+    The loss itself is not multiplied: an op of the forward part that only the backward part belongs to would
+    be removed, and the backward part would belong to nothing.
+    """
+    factor = trace.source("input", SCALE, (), "f32")
+    if factor.dtype == loss.dtype:
+        return factor
+    with trace.within(role="backward"), trace.on_behalf_of(loss.value.name, "", "loss"):
+        return factor.astype(loss.dtype)
 
 
 def unscaled(trace: Trace, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from distgraph.engine.compile.loss_scaling import scaled_loss, unscaled
+from distgraph.engine.compile.loss_scaling import scale_factor, unscaled
 from distgraph.engine.compile.strategy_passes import strategy_pipeline
 from distgraph.engine.data import POSITION, Field
 from distgraph.engine.validation import check_call
@@ -93,8 +93,8 @@ class TrainingSpec:
                 assert self.optimizer is not None
                 trace.recompute(recompute)
                 scaled = self.strategy.scaling is not None
-                loss = scaled_loss(trace, outputs["loss"]) if scaled else outputs["loss"]
-                pairs = _gradients(trace, loss)
+                loss = outputs["loss"]
+                pairs = _gradients(trace, loss, scale_factor(trace, loss) if scaled else None)
                 self.optimizer.update(trace, unscaled(trace, pairs) if scaled else pairs)
             if mode != "predict":
                 outputs = {label: emit_one("accumulate", value) for label, value in outputs.items()}
@@ -226,8 +226,8 @@ def arguments(model: Callable[..., Any]) -> tuple[str, ...] | None:
     return tuple(p.name for p in parameters if p.kind is not p.VAR_POSITIONAL)
 
 
-def _gradients(trace: Trace, loss: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """(parameter, its gradient over the whole step) of every trainable parameter."""
+def _gradients(trace: Trace, loss: Tensor, factor: Tensor | None) -> list[tuple[Tensor, Tensor]]:
+    """(parameter, its gradient over the whole step) of every trainable parameter, times the factor."""
     sources = [op for op in trace.ops if op.kind == "param" and op.attrs.get("trainable", True)]
     if not sources:
         raise GraphError(
@@ -236,7 +236,7 @@ def _gradients(trace: Trace, loss: Tensor) -> list[tuple[Tensor, Tensor]]:
     parameters = [Tensor(op.result, trace) for op in sources]
     pairs = []
     for op, parameter, gradient in zip(
-        sources, parameters, differentiate(trace, loss, parameters), strict=True
+        sources, parameters, differentiate(trace, loss, parameters, factor), strict=True
     ):
         with trace.within(role="backward"), trace.on_behalf_of(op.name, op.scope, op.source):
             pairs.append((parameter, emit_one("accumulate", gradient)))

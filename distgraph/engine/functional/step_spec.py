@@ -19,6 +19,8 @@ from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import DistAttr
 from distgraph.optim import Optimizer
 from distgraph.passes.pass_pipeline import run_passes
+from distgraph.passes.pass_registry import PassContext
+from distgraph.plan.precision import MixedPrecision
 from distgraph.tracing.tensor import Tensor, emit_one
 from distgraph.tracing.tracer import Trace
 
@@ -79,8 +81,13 @@ class StepSpec(TrainingSpec):
         Raises:
             GraphError: the step does not return its state, or computes no gradient; a value cannot be
                 accumulated over micro-batches; a metric or new state reads one of them; there are fewer
-                marked boundaries than stages need.
+                marked boundaries than stages need; the precision is fp16.
         """
+        if self.strategy.scaling is not None:
+            raise GraphError(
+                "precision of Strategy is 'fp16' but the loss of a training step that is a function is not "
+                'scaled, so small gradients would become zero; use precision="bf16", or an Engine'
+            )
         rows = next(iter(fields.values()))[0][0]
         program = self.program
         found: Mapping[str, Growth] = {}
@@ -108,7 +115,8 @@ class StepSpec(TrainingSpec):
             annotate_stored(trace, layouts)
         self.parameters.update(trace.parameters)
         passes = strategy_pipeline(self.strategy).reaching("serial") if pruned else ()
-        graph: Graph = run_passes(trace.finish(outputs), passes, verified=False)
+        context = PassContext(precision=self.strategy.mixed or MixedPrecision())
+        graph: Graph = run_passes(trace.finish(outputs), passes, context, verified=False)
         return graph
 
     def _forward(self, fields: Mapping[str, Field], factor: int) -> Graph:

@@ -12,7 +12,7 @@ from support.mixed_precision import EPS, STEPS, batch, engine, losses, serial_lo
 import distgraph as dg
 from distgraph import nn, ops, optim
 from distgraph.engine.compile.train_graph import train_graph
-from distgraph.errors import DistGraphError, NonFiniteError, ShardingError
+from distgraph.errors import DistGraphError, GraphError, NonFiniteError, ShardingError
 from distgraph.ir.collective_registry import is_collective
 from distgraph.ir.graph import Graph
 from distgraph.runtime.execute.checkpoint import Checkpoint
@@ -279,12 +279,86 @@ def test_distributed_algorithms_of_products_are_refused() -> None:
         trained.prepare((np.empty((8, 8), "f4"), np.empty((8, 8), "f4")))
 
 
-def test_the_search_knows_the_precision() -> None:
+@pytest.mark.parametrize(
+    ("use", "exact"),
+    [
+        (lambda x, w: ops.matmul(x, w[:, :6]) + ops.tanh(ops.matmul(x, w[:, 6:])), True),
+        (lambda x, w: ops.matmul(x, ops.concat([-w, w], 1)), True),
+        (lambda x, w: ops.matmul(x, w * 0.5 + w / 3.0), True),
+        (lambda x, w: ops.matmul(x, ops.tanh(w)), False),
+    ],
+    ids=["slice", "concat", "factor", "tanh"],
+)
+def test_gradients_of_parts_of_a_parameter_are_not_rounded(use: Any, exact: bool) -> None:
+    class Parts(nn.Module):
+        def __init__(self) -> None:
+            self.w = nn.Parameter((4, 12))
+
+        def forward(self, x: Any) -> Any:
+            return ops.mean(use(x, self.w))
+
+    graph = train_graph(Parts(), (((8, 4), "f32"),), None, optim.SGD(0.1), dg.Strategy(precision="bf16"))
+    made = [op for op in graph.ops if op.role == "backward" and op.kind in ("matmul", "einsum")]
+    assert made
+    assert {op.result.dtype for op in made} == {"f32" if exact else "bf16"}
+    assert all(v.dtype == "bf16" for op in made for v in op.operands)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_the_search_knows_the_precision(precision: str) -> None:
     model = nn.Linear(8, 8)
-    strategy = dg.Strategy(mode="auto", precision="bf16", seconds=5)
+    strategy = dg.Strategy(mode="auto", precision=precision, seconds=5)
     trained = dg.Engine(model, nn.MeanSquaredError(), optim.SGD(0.1), strategy=strategy, cluster="local")
     trained.prepare((np.empty((8, 8), "f4"), np.empty((8, 8), "f4")))
-    assert "bf16" in str(next(iter(trained._session.programs.values())).build.lowered)
+    half = dg.MixedPrecision(precision).half
+    assert half in str(next(iter(trained._session.programs.values())).build.lowered)
+
+
+def test_a_plan_in_fp16_is_saved_and_used(tmp_path: Path) -> None:
+    x, y = _numbers(8, 4), _numbers(8, 6)
+    layout = dg.Strategy(mesh=dg.ProcessMesh.grid(dp=2), batch_axis="dp", precision="fp16", micro_batches=2)
+    planned = _small(layout)
+    found = [planned.run((x, y))["loss"] for _ in range(2)]
+    planned.plan.save(tmp_path / "fp16.plan")
+    plan = dg.Plan.load(tmp_path / "fp16.plan")
+    second = _small(dg.Strategy(precision="fp16"), plan=plan)
+    assert [second.run((x, y))["loss"] for _ in range(2)] == found
+
+
+def _small(strategy: dg.Strategy, loss: Any = None, **given: Any) -> dg.Engine:
+    loss = loss or nn.MeanSquaredError()
+    return dg.Engine(nn.Linear(4, 6), loss, optim.SGD(0.1), strategy=strategy, seed=1, **given)
+
+
+def _numbers(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).normal(size=shape).astype("f4")
+
+
+def test_fp16_with_a_loss_in_f64() -> None:
+    def loss(output: Any, target: Any) -> Any:
+        return ops.mean(ops.square(output.astype("f64") - target.astype("f64")))
+
+    batch = _numbers(8, 4), _numbers(8, 6)
+    found = [
+        [each.run(batch)["loss"] for _ in range(3)]
+        for each in (_small(dg.Strategy(precision=p), loss) for p in (None, "fp16"))
+    ]
+    np.testing.assert_allclose(found[1], found[0], rtol=EPS["fp16"])
+    assert found[1] != found[0]
+
+
+@pytest.mark.parametrize("precision", ["fp16", dg.MixedPrecision("bf16", deny=["matmul", "einsum"])])
+def test_a_step_function_has_the_precision_of_its_strategy(precision: Any) -> None:
+    def loss(p: Any, x: Any, y: Any) -> Any:
+        return ((x @ p["w"] - y) ** 2).mean()
+
+    def step(p: Any, batch: Any) -> Any:
+        return {"w": p["w"] - dg.grad(loss)(p, *batch)["w"]}, {}
+
+    parallel = dg.parallelize(step, donate=False, strategy=dg.Strategy(precision=precision))
+    message = "not scaled, so small .* use precision=" if precision == "fp16" else "no op of .* is computed"
+    with pytest.raises(GraphError, match=message):
+        parallel({"w": _numbers(4, 6)}, (_numbers(8, 4), _numbers(8, 6)))
 
 
 def test_the_pass_can_be_left_out() -> None:

@@ -142,6 +142,14 @@ def test_a_bad_row_is_named(tmp_path, change, words):
         read_runs(file, load_cluster(CLUSTER))
 
 
+def test_a_row_without_a_program_is_named(tmp_path):
+    file = tmp_path / "runs.csv"
+    file.write_text(rows().replace(",f16,", ",f99,", 1))
+    first, *_ = read_runs(file, load_cluster(CLUSTER))
+    with pytest.raises(ResourceError, match=r"runs\.csv, line 2: dtype 'f99' is not supported"):
+        first.program()
+
+
 def test_a_missing_file_an_empty_one_and_too_few_groups_are_named(tmp_path):
     cluster = load_cluster(CLUSTER)
     with pytest.raises(ResourceError, match=r"no file of measured runs"):

@@ -177,6 +177,23 @@ def test_stages_with_different_numbers_of_chunks_are_refused() -> None:
         schedule(build.task_graph, "interleaved-1f1b")
 
 
+def test_zero_bubble_on_a_stage_that_is_reached_again_is_refused() -> None:
+    build = built(MESHES * 2, "1f1b")
+    with pytest.raises(
+        GraphError, match=r"zb-h1: a micro-batch comes back to stage 0, but .* or use schedule"
+    ):
+        schedule(build.task_graph, "zb-h1")
+
+
+def test_chunks_without_a_backward_part_are_refused() -> None:
+    graph = pipeline([(0,), (1,)], 2, chunks=2, optimize=False)
+    ends = {task.name for task in graph.tasks} - {edge.source for edge in graph.edges}
+    tasks = tuple(task for task in graph.tasks if task.name not in ends)
+    edges = tuple(edge for edge in graph.edges if edge.target not in ends)
+    with pytest.raises(GraphError, match="2 chunks on stage 0 but a backward part for 1 of them on stage 0"):
+        schedule(TaskGraph(tasks, edges, 2), "interleaved-1f1b")
+
+
 def test_a_table_without_weight_tasks_is_refused() -> None:
     task = Task("weight.s0", "weight", 0, (0,), True)
     graph = pipeline([(0,)], 2)
