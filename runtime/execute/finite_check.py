@@ -12,7 +12,7 @@ Invariant: every rank of a program has the same verdict in the same step.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,30 +116,35 @@ class FiniteCheck:
         self.passed = True
         self.nonfinite: dict[str, tuple[int, int]] = {}
         self._blocks: list[tuple[str, Any]] = []  # description, block of this rank
-        self._parts: list[tuple[Any, bool]] = []  # what this rank reads, whether as a sum of squares
+        # block, what this rank reads of it, whether as a sum of squares
+        self._parts: list[tuple[str, Any, bool]] = []
         for name, label in guard.values.items():
             if name in program.types and name in storage.slots:
-                block = arena.fixed[storage.slots[name].root]
+                root = storage.slots[name].root
+                block = arena.fixed[root]
                 self._blocks.append((label, block))
                 flat = _squarable(block)
                 whole = block.size == math.prod(program.types[name][0])  # the block has no other values
                 if flat is not None and whole and guard.control is not None:
                     number, copies = _share(program.graph.attrs[name], program.rank)
                     flat = flat[flat.size * number // copies : flat.size * (number + 1) // copies]
-                self._parts.append((block, False) if flat is None else (flat, True))
+                self._parts.append((root, block, False) if flat is None else (root, flat, True))
 
-    def local_verdict(self) -> Any:
+    def local_verdict(self, wait_for: Callable[[str], None]) -> Any:
         """Whether what this rank reads seems finite, as a number on the device; no host waits for it.
 
-        Collectives that write these blocks must have been waited for.
+        Args:
+            wait_for: waits for the collectives that write a block, given its name.
         """
-        if self._xp is np:
-            return all(_is_finite(np, part, squarable) for part, squarable in self._parts)
-        verdict = self._xp.ones((), bool)
-        for part, squarable in self._parts:
-            verdict &= (
-                self._xp.isfinite(self._xp.dot(part, part)) if squarable else self._xp.isfinite(part).all()
-            )
+        verdict: Any = True if self._xp is np else self._xp.ones((), bool)
+        for root, part, squarable in self._parts:
+            wait_for(root)
+            if self._xp is np:
+                verdict = verdict and _is_finite(np, part, squarable)
+            elif squarable:
+                verdict = self._xp.isfinite(self._xp.dot(part, part)) & verdict
+            else:
+                verdict = self._xp.isfinite(part).all() & verdict
         return verdict
 
     def agree(self, finite: bool) -> bool:
@@ -149,7 +154,7 @@ class FiniteCheck:
             finite: the result of `local_verdict`.
         """
         if not finite and self._xp is not np:  # a sum of squares may overflow
-            finite = all(bool(self._xp.isfinite(part).all()) for part, _ in self._parts)
+            finite = all(bool(self._xp.isfinite(part).all()) for _, part, _ in self._parts)
         self.passed, self.nonfinite = self._verdict_of_all(finite), {}
         if not self.passed:
             for label, block in self._blocks:

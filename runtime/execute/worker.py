@@ -118,6 +118,9 @@ class Worker:
             if program.parts.phase[value.name] == 1 and program.graph.micro_batches > 1
         ]
         self._started_by = self.storage.started_by(program)
+        self._collectives = {  # block -> collective that writes it
+            self.storage.slots[value].root: op for value, op in self._started_by.items()
+        }
         self._home = {
             v.name: t.name for t in program.tasks for o in t.ops if o.mode != "send" for v in o.op.results
         }
@@ -239,9 +242,13 @@ class Worker:
         return {**outputs, **self._fetch(rest)} if rest or self.check is None else outputs
 
     def _before_update(self, collected: Mapping[str, list[Any]]) -> tuple[dict[str, Any], bool]:
-        """The outputs that updates do not produce, and whether to run the updates. The host waits once."""
+        """The outputs that updates do not produce, and whether to run the updates.
+
+        On a GPU the host waits once. On a processor, what has arrived is checked while the rest is under way.
+        """
         if self.check is None:
             return {}, True
+        verdict = self.check.local_verdict(self._wait_for)
         self._finish_pending()
         updates = {name for name, _ in self._updates}
         updated = {label for label, value in self._outputs if self._home.get(value.name) in updates}
@@ -249,8 +256,15 @@ class Worker:
         for label, value in self._outputs:
             if self.program.graph.producers[value.name].kind in ("param", "state"):
                 ready[label] = ready[label].copy()  # the update will overwrite it
-        outputs = self._fetch({**ready, _VERDICT: self.check.local_verdict()})
+        outputs = self._fetch({**ready, _VERDICT: verdict})
         return outputs, self.check.agree(bool(outputs.pop(_VERDICT))) or not self.check.guard.blocks
+
+    def _wait_for(self, block: str) -> None:
+        """Wait for the collectives that write a block."""
+        collective = self._collectives.get(block)
+        for (name, _), handle in self.arena.pending.items():
+            if name == collective:
+                handle.wait()
 
     def _finish_pending(self) -> None:
         for handle in self.arena.pending.values():
