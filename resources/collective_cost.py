@@ -1,6 +1,6 @@
 """Seconds that a collective takes on a group of devices, from what its routes put on the links.
 
-The time is the least over the algorithms that apply (see `algorithms`) of
+The time is the least over the algorithms that apply (`collective_algorithms.algorithms`) of
 
     launch + sum over stages of steps * latency of the longest route + bytes on the most loaded link / its
     bandwidth

@@ -2,7 +2,7 @@
 
 *In:* decisions of the caller. *Out:* the values that a decision may take, and which constraint a program
 breaks. *Invariant:* a program that `broken_by` accepts keeps every constraint but those on memory and
-devices, which the cluster that is searched keeps (`search_space.constrained_pools`, `with_memory`).
+devices, which the cluster that is searched keeps (`pools_of` and `with_memory` of `search_space`).
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ _TAGS: Final = ("null", "bool", "int", "float", "seq", "map", "str")
 
 
 def parse_yaml(text: str, file: str) -> Any:
-    """The plain data in a YAML text. Raises ResourceError: as `read_yaml`."""
+    """The plain data in a YAML text. Raises ResourceError: the text is no YAML, or exceeds `MOST_ITEMS`."""
     try:
         document = yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:

@@ -1,6 +1,7 @@
 """Where two annotations want the same mesh axis, what that costs, and which change of annotation saves it.
 
-In:   a completed graph, whose `lost` lists the claims that found their axis taken (see `claims`).
+In:   a completed graph, whose `lost` lists the claims that found their axis taken
+      (see `propagate_shardings`).
 Out:  one Conflict a lost claim: both sides with their origins, the moves of data that follow, their bytes
       and, with a cluster's price, their seconds; and the change of annotation after which a step moves least.
 Invariant: the graph stays as it is.
@@ -135,7 +136,7 @@ def conflicts(
 
     Args:
         graph: a completed graph.
-        seconds: seconds of one collective on the cluster (see `redistribute.Price`).
+        seconds: seconds of one collective on the cluster (see `planner.Price`).
         plan: completes a graph; the changes of annotation are tried with it. None tries none: no conflict has
             a fix then, and the report is cheap.
     """

@@ -86,10 +86,6 @@ class Flow:
         """Bytes of one chip's block."""
         return self.elements * item_bytes / math.prod(mesh)
 
-    def sent_bytes(self, mesh: Mesh, item_bytes: int) -> float:
-        """Bytes that one chip sends along the axis: its ring has P chips and takes P - 1 steps."""
-        return (mesh[self.axis] - 1) * self.shard_bytes(mesh, item_bytes)
-
 
 @dataclass(frozen=True, slots=True)
 class Product:

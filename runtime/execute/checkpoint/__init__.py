@@ -5,9 +5,9 @@
     ckpt/step-00000120-5f2c8b1e90d4a367.rank-00003.safetensors          the blocks that rank 3 owns, each
                                                                         under its tensor's name
 
-`writing` writes them, `reading` reads them under any mesh, `index` has the schema of an index, `shards` reads
-and writes safetensors files, and `files` has the operations of the operating system. docs/checkpoints.md
-describes the format and its guarantees.
+`writing` writes them, `resharding` reads them under any mesh, `index` has the schema of an index, `shards`
+reads and writes safetensors files, and `files` has the operations of the operating system.
+docs/checkpoints.md describes the format and its guarantees.
 
 Without distgraph, `safetensors.numpy.load_file` reads a file, and the index has the position of each block in
 its tensor.

@@ -249,9 +249,9 @@ class TestDataflow:
     def test_bytes_and_flop_of_a_chip(self) -> None:
         forward = products(Layer("fc", 64, 16, 32), "OS")[0]
         rows, cols = forward.flows
-        # 2 x 4 chips: blocks of X are 32 x 4, those of W 8 x 8; X goes to 3 others, W to 1
-        assert (rows.matrix, rows.shard_bytes((2, 4), 2), rows.sent_bytes((2, 4), 2)) == ("W", 128, 128)
-        assert (cols.matrix, cols.shard_bytes((2, 4), 2), cols.sent_bytes((2, 4), 2)) == ("X", 256, 768)
+        # 2 x 4 chips: blocks of X are 32 x 4, those of W 8 x 8
+        assert (rows.matrix, rows.axis, rows.shard_bytes((2, 4), 2)) == ("W", 0, 128)
+        assert (cols.matrix, cols.axis, cols.shard_bytes((2, 4), 2)) == ("X", 1, 256)
         assert forward.flops(8) == 2 * 32 * 16 * 8
 
 
