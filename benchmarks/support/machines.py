@@ -183,9 +183,13 @@ def _enter(argv: Sequence[str]) -> None:
     machine = int(words[0].rpartition(".")[2]) - 1
     for group in _groups(machine):
         (group / "cgroup.procs").write_text(str(os.getpid()))
-    script = f"hostname m{machine}; mount -t tmpfs none /dev/shm; exec {' '.join(words[1:])}"
-    inside = ["ip", "netns", "exec", f"dgm{machine}", "unshare", "--uts", "--ipc", "bash", "-c", script]
-    os.execvp(inside[0], inside)
+    # `ip netns exec` mounts a /sys without control groups, in which a rank would not find its share of cores.
+    kept = "/dev/shm/cgroup"
+    before = f"mount -t tmpfs none /dev/shm; mkdir {kept}; mount --rbind /sys/fs/cgroup {kept}"
+    after = f"mount --rbind {kept} /sys/fs/cgroup; umount -l {kept}; rmdir {kept}; exec \"$@\""
+    entered = f'exec ip netns exec dgm{machine} bash -c "$0" rank {" ".join(words[1:])}'
+    script = f"hostname m{machine}; {before}; {entered}"
+    os.execvp("unshare", ["unshare", "--uts", "--ipc", "--mount", "bash", "-c", script, after])
 
 
 if __name__ == "__main__":

@@ -13,7 +13,9 @@ from benchmarks.support.machines import machines, missing
 SCRIPT = """
 import socket
 from mpi4py import MPI
-print(f"rank {MPI.COMM_WORLD.Get_rank()} on {socket.gethostname()}\\n", end="", flush=True)
+from distgraph.runtime.transport.core_binding import cpu_quota
+place = f"rank {MPI.COMM_WORLD.Get_rank()} on {socket.gethostname()}"
+print(f"{place} with {cpu_quota()[1]:g} cores\\n", end="", flush=True)
 """
 
 
@@ -22,14 +24,15 @@ def output(*words: str) -> str:
 
 
 @pytest.mark.skipif(missing() != "", reason=missing() or "machines can be made")
-def test_ranks_fill_machines_in_order_and_the_network_is_removed(tmp_path: Path) -> None:
+def test_ranks_fill_machines_in_order_know_their_cores_and_the_network_is_removed(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    with machines(2, rate="80mbit") as network:
+    with machines(2, rate="80mbit", cpu=(1.0, 0.5)) as network:
         lines = network.run(4, [sys.executable, str(script)]).stdout.splitlines()
         assert "rate 80Mbit" in output("ip", "netns", "exec", "dgm1", "tc", "qdisc", "show", "dev", "eth0")
         with pytest.raises(ValueError, match="3 ranks cannot be shared equally by 2 machines"):
             network.command(3, ["true"])
     hosts = sorted(line for line in lines if line.startswith("rank"))
-    assert hosts == ["rank 0 on m0", "rank 1 on m0", "rank 2 on m1", "rank 3 on m1"]
+    places = ["rank 0 on m0", "rank 1 on m0", "rank 2 on m1", "rank 3 on m1"]
+    assert hosts == [f"{place} with {1 if 'm0' in place else 0.5} cores" for place in places]
     assert "dgm" not in output("ip", "netns", "list")
