@@ -14,9 +14,9 @@ A measured table of the cluster for the shape (machines, devices per machine) ta
 for exactly these groups at once; then a table for any group, unless another group uses the same links at the
 same time; then a table for these groups and others at once.
 
-Devices of one machine that move their messages themselves (`Compute.message`) do not compute in the meantime,
-whether or not the program overlaps the collective with computation (see `benchmarks/HISTORY.md`). Between
-machines other hardware moves the bytes, and the time that processors spend on it is not modelled.
+Devices of one machine that move their messages themselves (`HostTimes.message`) do not compute in the
+meantime, whether or not the program overlaps the collective with computation (see `benchmarks/HISTORY.md`).
+Between machines the same holds for the part of the time that `HostTimes.network_busy` states.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from distgraph.resources.collective_algorithms import (
     algorithms,
     priced_kinds,
 )
-from distgraph.resources.host_times import busy_seconds
+from distgraph.resources.host_times import busy_seconds, busy_share
 from distgraph.resources.ring_cost import RingCost
 from distgraph.resources.routing import Router
 from distgraph.resources.units import format_bytes, format_si
@@ -161,15 +161,15 @@ class CollectiveCost:
             )
         if len(members) == 1:
             return Estimate(kind, members, nbytes, 0.0, "nothing to do", None)
-        table, moved = self._table(kind, members, others), self.moved_by_devices(members)
+        table, share = self._table(kind, members, others), self._busy_share(members)
         if table is not None:
             seconds = float(self._measured(table, "times", nbytes))
             measured = None if table.busy is None else float(self._measured(table, "busy", nbytes))
-            busy = busy_seconds(seconds, measured, moved_by_devices=moved)
+            busy = busy_seconds(seconds, measured, share)
             return Estimate(kind, members, nbytes, seconds, "measured", None, busy)
         best = min(self.lines(kind, members, others), key=lambda line: float(line.seconds(nbytes)))
         seconds = float(best.seconds(nbytes))
-        busy = busy_seconds(seconds, None, moved_by_devices=moved)
+        busy = busy_seconds(seconds, None, share)
         return Estimate(kind, members, nbytes, seconds, best.algorithm, best.bottleneck, busy)
 
     def times(
@@ -210,6 +210,21 @@ class CollectiveCost:
             return ring.alpha + ring.beta
         latency = max(self._latency("send", source, target) for source, target, _ in sent)
         return self._launch("send") + latency + self._slowest("send", self._load(sent))[0]
+
+    def exchange_busy(self, flows: Mapping[tuple[int, int], float]) -> float:
+        """The part of the seconds of `exchange` for which its devices cannot compute.
+
+        Messages inside machines and between them are moved at the same time, so the larger part counts.
+
+        Args:
+            flows: (source device, target device) -> bytes.
+        Raises:
+            ResourceError: as `exchange`.
+        """
+        by_share: dict[float, dict[tuple[int, int], float]] = {}
+        for pair, size in flows.items():
+            by_share.setdefault(self._busy_share(pair), {})[pair] = size
+        return max((share * self.exchange(part) for share, part in by_share.items() if share), default=0.0)
 
     def link_seconds(self, flows: Mapping[tuple[int, int], float]) -> dict[int, float]:
         """Directed link -> seconds for which messages between pairs of devices occupy it together.
@@ -391,11 +406,11 @@ class CollectiveCost:
                     return table
         return None if nearest is None else nearest[1]
 
-    def moved_by_devices(self, group: Iterable[int]) -> bool:
-        """Whether the devices of a group are in one machine and move messages between them themselves."""
+    def _busy_share(self, group: Iterable[int]) -> float:
+        """The part of a communication between devices for which they cannot compute, without a table."""
         devices = [self.cluster.devices[device] for device in group]
-        one = len({device.machine for device in devices}) == 1
-        return one and all(device.compute.host.moves_messages for device in devices)
+        one_machine = len({device.machine for device in devices}) == 1
+        return busy_share([device.compute.host for device in devices], one_machine=one_machine)
 
     def _apart(self, group: Group, others: tuple[Group, ...]) -> bool:
         """Whether no link between neighbours of the group carries bytes of another group."""

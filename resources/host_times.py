@@ -12,7 +12,11 @@ model replaces some of them. Nothing else in the package knows these numbers: th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Annotated
+
+from pydantic import Field
 
 from distgraph.resources.units import Seconds
 from distgraph.serialization.documents import documented
@@ -21,7 +25,7 @@ from distgraph.serialization.documents import documented
 @documented(complete=False)
 @dataclass(frozen=True, slots=True)
 class HostTimes:
-    """Seconds of the host. A time that is not stated is None, and counts as zero.
+    """Times of the host. One that is not stated is None, and counts as zero. All are seconds but the last.
 
     Attributes:
         op: to issue one op or collective while the device runs earlier ones.
@@ -32,6 +36,9 @@ class HostTimes:
             hardware moves messages. A device with this number, such as a CPU, moves all bytes inside its
             machine itself: it packs what it sends, and computes nothing while a collective progresses
             (`busy_seconds`).
+        network_busy: the part of the seconds of a message between machines, 0 to 1, that no computation of
+            the device hides: it works for the message itself, or the message waits until it does. None where
+            other hardware moves messages between machines while the device computes.
     """
 
     op: Seconds | None = None
@@ -39,6 +46,7 @@ class HostTimes:
     micro_batch: Seconds | None = None
     step: Seconds | None = None
     message: Seconds | None = None
+    network_busy: Annotated[float, Field(ge=0, le=1, strict=True)] | None = None
 
     @property
     def moves_messages(self) -> bool:
@@ -70,14 +78,26 @@ class HostTimes:
         return messages * (self.message or 0.0)
 
 
-def busy_seconds(seconds: float, measured: float | None, *, moved_by_devices: bool) -> float:
+def busy_share(hosts: Sequence[HostTimes], *, one_machine: bool) -> float:
+    """The part of a communication for which its devices cannot compute, where no table states it.
+
+    Inside a machine that is all of it if the devices move messages themselves, and nothing otherwise.
+
+    Args:
+        hosts: of the devices.
+        one_machine: whether all devices are in one machine.
+    """
+    if one_machine:
+        return float(all(host.moves_messages for host in hosts))
+    return max((host.network_busy or 0.0 for host in hosts), default=0.0)
+
+
+def busy_seconds(seconds: float, measured: float | None, share: float) -> float:
     """The part of a communication for which its devices themselves are busy and cannot compute.
 
     Args:
         seconds: of the communication.
-        measured: that part, if a table states it (`MeasuredTable.busy`).
-        moved_by_devices: whether all its devices are in one machine and move messages themselves.
+        measured: that part in seconds, if a table states it (`MeasuredTable.busy`).
+        share: that part otherwise, 0 to 1; see `busy_share`.
     """
-    if measured is not None:
-        return min(seconds, measured)
-    return seconds if moved_by_devices else 0.0
+    return share * seconds if measured is None else min(seconds, measured)

@@ -186,7 +186,7 @@ def _enter(argv: Sequence[str]) -> None:
     # `ip netns exec` mounts a /sys without control groups, in which a rank would not find its share of cores.
     kept = "/dev/shm/cgroup"
     before = f"mount -t tmpfs none /dev/shm; mkdir {kept}; mount --rbind /sys/fs/cgroup {kept}"
-    after = f"mount --rbind {kept} /sys/fs/cgroup; umount -l {kept}; rmdir {kept}; exec \"$@\""
+    after = f'mount --rbind {kept} /sys/fs/cgroup; umount -l {kept}; rmdir {kept}; exec "$@"'
     entered = f'exec ip netns exec dgm{machine} bash -c "$0" rank {" ".join(words[1:])}'
     script = f"hostname m{machine}; {before}; {entered}"
     os.execvp("unshare", ["unshare", "--uts", "--ipc", "--mount", "bash", "-c", script, after])

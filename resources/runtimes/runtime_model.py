@@ -163,8 +163,11 @@ class Memory:
 
 
 def _without_message(host: HostTimes) -> HostTimes:
-    if host.moves_messages:
-        raise ValueError("no message: who moves messages is a matter of the hardware (compute.host.message)")
+    for name in ("message", "network_busy"):
+        if getattr(host, name) is not None:
+            raise ValueError(
+                f"no {name}: who moves messages is a matter of the hardware (compute.host.{name})"
+            )
     return host
 
 
@@ -180,8 +183,8 @@ class RuntimeModel:
         gradients: reductions of gradients.
         parameters: that are stored in parts.
         kernels: that differ from the ops of the program.
-        host: times of the host that replace those of the resource file (`compute.host`): all but `message`,
-            which is a matter of the hardware.
+        host: times of the host that replace those of the resource file (`compute.host`): all but `message`
+            and `network_busy`, which are a matter of the hardware.
         memory: bytes of a program, and what a device has for it.
         sources: path of a field, such as "memory.context" -> where its value comes from.
     """

@@ -21,7 +21,6 @@ from distgraph.passes.partition import LocalOp, RankProgram
 from distgraph.passes.redistribution.halo import halo_tiles
 from distgraph.passes.redistribution.tiles import link_bytes, renumbered, tiles_between
 from distgraph.resources import Cluster
-from distgraph.resources.host_times import busy_seconds
 from distgraph.resources.mesh_communication import MeshCommunication, representative_devices
 from distgraph.runtime.program.storage import nbytes
 
@@ -94,8 +93,7 @@ class TrafficCost:
                 placed[devices[a], devices[b]] += size
             cost = self.communication.cost
             seconds, wire = cost.exchange(placed), float(sum(sizes.values()))
-            moved = cost.moved_by_devices({device for pair in placed for device in pair})
-            busy = busy_seconds(seconds, None, moved_by_devices=moved)
+            busy = cost.exchange_busy(placed)
             largest = max(placed, key=lambda pair: placed[pair], default=None)
             link = "" if largest is None else self.communication.narrowest(*largest)
             self._exchanges[key] = Message("send", seconds, wire, link, busy)

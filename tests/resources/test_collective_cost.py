@@ -294,11 +294,19 @@ def test_devices_that_move_their_messages_are_at_work_for_them():
         assert found.busy == found.seconds * known
 
 
-def test_between_machines_others_move_the_bytes():
-    device = {**DEVICE, "compute": {"host": {"message": "1 us"}}}
-    cost = CollectiveCost(boxes([2, 2], devices={**device, "count": 2}))
-    assert cost.estimate("all_reduce", (0, 1), 2**20).busy > 0
-    assert cost.estimate("all_reduce", (0, 2), 2**20).busy == 0
+@pytest.mark.parametrize("part", [None, 0.75])
+def test_between_machines_devices_are_busy_for_the_stated_part(part: float | None):
+    """None stated: other hardware moves the bytes. Of an exchange, inside and between, the larger counts."""
+    host = {"message": "1 us"} | ({} if part is None else {"network_busy": part})
+    cost = CollectiveCost(boxes([2, 2], devices={**DEVICE, "compute": {"host": host}, "count": 2}))
+    inside, between = (cost.estimate("all_reduce", group, 2**20) for group in ((0, 1), (0, 2)))
+    assert inside.busy == inside.seconds
+    assert between.busy == (part or 0.0) * between.seconds
+    near, far = {(0, 1): 2.0**24, (3, 2): 2.0**24}, {(0, 2): 2.0**24, (3, 1): 2.0**24}
+    assert cost.exchange_busy(near) == cost.exchange(near)
+    assert cost.exchange_busy(far) == (part or 0.0) * cost.exchange(far)
+    assert cost.exchange_busy(near | far) == max(cost.exchange(near), (part or 0.0) * cost.exchange(far))
+    assert cost.exchange_busy({}) == 0
 
 
 def test_tables_of_groups_are_of_their_model_and_order():

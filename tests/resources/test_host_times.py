@@ -10,7 +10,7 @@ from support.programs.forecasts import document
 
 from distgraph.errors import ResourceError
 from distgraph.resources import load_cluster
-from distgraph.resources.host_times import HostTimes, busy_seconds
+from distgraph.resources.host_times import HostTimes, busy_seconds, busy_share
 from distgraph.resources.runtimes.load_runtime import load_runtime
 
 
@@ -29,21 +29,34 @@ def test_a_task_waits_for_its_host() -> None:
 
 
 def test_devices_that_move_messages_are_busy_with_them() -> None:
-    assert HostTimes(message=0.0).moves_messages
-    assert not HostTimes(op=1.0).moves_messages
-    assert busy_seconds(3.0, None, moved_by_devices=True) == 3.0
-    assert busy_seconds(3.0, None, moved_by_devices=False) == 0.0
-    assert busy_seconds(3.0, 2.0, moved_by_devices=False) == 2.0
-    assert busy_seconds(3.0, 4.0, moved_by_devices=True) == 3.0
+    """Inside a machine for all the time if all of them do, between machines for the largest stated part."""
+    moves, other = HostTimes(message=0.0), HostTimes(op=1.0)
+    assert moves.moves_messages
+    assert not other.moves_messages
+    assert (busy_share([moves, moves], one_machine=True), busy_share([moves, other], one_machine=True)) == (
+        1,
+        0,
+    )
+    assert busy_share([moves, other], one_machine=False) == 0
+    parts = [HostTimes(network_busy=0.25), HostTimes(network_busy=0.75), moves]
+    assert (busy_share(parts, one_machine=False), busy_share(parts, one_machine=True)) == (0.75, 0)
+    assert [busy_seconds(3.0, None, share) for share in (0.0, 0.5, 1.0)] == [0.0, 1.5, 3.0]
+    assert busy_seconds(3.0, 2.0, 0.0) == 2.0
+    assert busy_seconds(3.0, 4.0, 1.0) == 3.0
 
 
 def test_the_section_of_a_resource_file() -> None:
     described = document(2)
-    described["machines"][0]["devices"]["compute"]["host"] = {"op": "3 us", "message": "0 s"}
-    assert cluster_of(described).devices[1].compute.host == HostTimes(op=3e-6, message=0.0)
-    described["machines"][0]["devices"]["compute"]["host"] = {"issue": "3 us"}
-    with pytest.raises(ResourceError, match=r"machines\[0\]\.devices\.compute\.host"):
-        cluster_of(described)
+    described["machines"][0]["devices"]["compute"]["host"] = {
+        "op": "3 us",
+        "message": "0 s",
+        "network_busy": 0.5,
+    }
+    assert cluster_of(described).devices[1].compute.host == HostTimes(3e-6, message=0.0, network_busy=0.5)
+    for wrong in ({"issue": "3 us"}, {"network_busy": 1.5}, {"network_busy": "3 us"}):
+        described["machines"][0]["devices"]["compute"]["host"] = wrong
+        with pytest.raises(ResourceError, match=r"machines\[0\]\.devices\.compute\.host"):
+            cluster_of(described)
 
 
 def test_numbers_of_the_section_have_an_origin_each() -> None:
@@ -52,9 +65,10 @@ def test_numbers_of_the_section_have_an_origin_each() -> None:
     assert str(cluster.origin_of("machines[0].devices.compute.host.op")).startswith("fitted within 0.89%")
 
 
-def test_a_runtime_does_not_move_messages(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "stated"), [("message", "1 us"), ("network_busy", "0.5")])
+def test_a_runtime_does_not_move_messages(tmp_path: Path, name: str, stated: str) -> None:
     path = tmp_path / "mine.yaml"
-    source = "sources: {host.message: {kind: guess, about: a}}"
-    path.write_text(f"name: mine\nabout: a test\nhost: {{message: 1 us}}\n{source}\n")
-    with pytest.raises(ResourceError, match="who moves messages is a matter of the hardware"):
+    source = f"sources: {{host.{name}: {{kind: guess, about: a}}}}"
+    path.write_text(f"name: mine\nabout: a test\nhost: {{{name}: {stated}}}\n{source}\n")
+    with pytest.raises(ResourceError, match=f"no {name}: who moves messages is a matter of the hardware"):
         load_runtime(str(path))

@@ -88,14 +88,20 @@ def test_messages_cost_what_they_cost_priced_for_each_border_anew(
         assert traffic.exchange(op) == anew(build, op, cluster, devices)
 
 
-def test_devices_of_one_machine_that_send_themselves_are_at_work_for_all_of_an_exchange():
+def test_devices_that_send_themselves_are_at_work_for_their_part_of_an_exchange():
     build = row(2, 1, 16)
     sent = [op for op in build.lowered.ops if op.kind in ("comm.transfer", "comm.permute")]
     assert sent
-    for message, machines, share in (("1 us", [4], 1.0), ("1 us", [1, 1, 1, 1], 0.0), (None, [4], 0.0)):
+    itself = {"message": "1 us"}
+    for host, machines, share in (
+        (itself, [4], 1.0),
+        (itself, [1, 1, 1, 1], 0.0),
+        (itself | {"network_busy": 0.5}, [1, 1, 1, 1], 0.5),
+        ({}, [4], 0.0),
+    ):
         entries = [machine(size, f"m{i}") for i, size in enumerate(machines)]
         for entry in entries:
-            entry["devices"] |= {"compute": {"host": {"message": message}}} if message else {}
+            entry["devices"] |= {"compute": {"host": host}}
         document = {
             "name": "equal",
             "launch": "10 us",
