@@ -4,7 +4,8 @@
 *Out:* seconds of every collective on every group of ranks along an axis of a mesh.
 *Invariant:* all groups of a pattern communicate at the same time, as in training, and the slowest rank
 counts. The time of a pattern is the median over runs; on ranks that share cores it is the mean over runs
-minus the computation before them (`shared_cores`).
+minus the computation before them (`shared_cores`). What no computation hides of a collective is the time by
+which it lengthens products that are computed between its start and the wait for it.
 
 The buffer that is sent is written right before each run, as in a step, because reading freshly written bytes
 from the cache of another core takes longer.
@@ -21,14 +22,24 @@ import numpy as np
 
 from distgraph.ir.collectives import COLLECTIVES
 from distgraph.ir.mesh import ProcessMesh
-from distgraph.runtime.profile.shared_cores import WORK_SECONDS, RunTime, behind_work, message_work, write
+from distgraph.runtime.profile.shared_cores import (
+    MOST_WORK_SECONDS,
+    WORK_SECONDS,
+    RunTime,
+    behind_work,
+    message_work,
+    under_work,
+    write,
+)
 from distgraph.runtime.transport import collectives
+from distgraph.runtime.transport.collectives import Handle
 from distgraph.runtime.transport.transport import Group, Transport, even_counts
 
 MESSAGE_WORK: Final = "attend"
 """Kind of the pattern that measures how long a rank is busy with a message."""
 SIZES: Final = tuple(2**power for power in range(10, 29, 2))
 """Bytes of a message: 1 KiB to 256 MiB."""
+_MOST_OVERLAPPED: Final = 2**24  # bytes of a message that is timed beside products
 _ITEM: Final = 4  # bytes of an element, f32
 
 
@@ -41,19 +52,23 @@ class Pattern:
         groups: disjoint groups of ranks, equally many in each.
         nbytes: as in `distgraph.resources.collective_cost.wire_bytes`.
         work: seconds for which each rank computes before every run.
+        overlapped: whether each rank computes between the start of the collective and the wait for it, and
+            the time is that by which the collective lengthens this computation.
     """
 
     kind: str
     groups: tuple[Group, ...]
     nbytes: int
     work: float = 0.0
+    overlapped: bool = False
 
     @property
     def name(self) -> str:
         """Unique name, such as all_reduce/0-1,2-3/1024."""
         groups = ",".join("-".join(map(str, group)) for group in self.groups)
         behind = f" behind {1e3 * self.work:g} ms" if self.work else ""
-        return f"{self.kind}{behind}/{groups}/{self.nbytes}"
+        beside = " beside products" if self.overlapped else ""
+        return f"{self.kind}{behind}{beside}/{groups}/{self.nbytes}"
 
 
 def axis_groups(ranks: int) -> tuple[tuple[Group, ...], ...]:
@@ -73,14 +88,17 @@ def axis_groups(ranks: int) -> tuple[tuple[Group, ...], ...]:
     return tuple(groups)
 
 
-def patterns(ranks: int, limit: float = 2.0**28, *, shared: bool = False) -> tuple[Pattern, ...]:
+def patterns(
+    ranks: int, limit: float = 2.0**28, *, shared: bool = False, overlapped: bool = False
+) -> tuple[Pattern, ...]:
     """All patterns that a profile measures, small messages first.
 
     Args:
         ranks: of the job.
         limit: bytes; no message is larger.
-        shared: whether ranks share cores. Then all collectives are measured behind computation, and those
-            that a program can overlap with computation also without it.
+        shared: whether ranks share cores. Then all collectives are measured behind computation.
+        overlapped: whether to measure also what products do not hide of the collectives that a program can
+            overlap with computation.
     """
     work = WORK_SECONDS if shared else 0.0
     groups = axis_groups(ranks)
@@ -92,14 +110,14 @@ def patterns(ranks: int, limit: float = 2.0**28, *, shared: bool = False) -> tup
                 chosen += [Pattern(kind, (pair,), nbytes, work) for pair in sorted(pairs)]
                 continue
             chosen += [Pattern(kind, members, nbytes, work) for members in groups]
-            if shared and _is_awaited_later(kind):
-                chosen += [Pattern(kind, members, nbytes) for members in groups]
+            if overlapped and nbytes <= _MOST_OVERLAPPED and _is_awaited_later(kind):
+                chosen += [Pattern(kind, members, nbytes, overlapped=True) for members in groups]
     return tuple(chosen)
 
 
 def _is_awaited_later(kind: str) -> bool:
     """Whether a program computes between the start of the collective and the wait for it."""
-    return COLLECTIVES[kind].grouped and COLLECTIVES[kind].steps is not None
+    return COLLECTIVES[kind].steps is not None
 
 
 def measure(transport: Transport, pattern: Pattern, repeats: int, shared: bool = False) -> RunTime:
@@ -115,48 +133,55 @@ def measure(transport: Transport, pattern: Pattern, repeats: int, shared: bool =
     if pattern.kind == MESSAGE_WORK:
         elements = pattern.nbytes // _ITEM
         return RunTime(0.0 if group is None else message_work(transport, group, elements, repeats))
-    run, sent = (None, None) if group is None else _prepare(transport, pattern, group)
-    if run is not None:
-        run()  # first touch of the buffers, and of the way
+    start, sent = (None, None) if group is None else _prepare(transport, pattern, group)
+    transport.barrier()
+    begin = time.perf_counter()
+    if start is not None:
+        start().wait()  # first touch of the buffers, and of the way
+    first = time.perf_counter() - begin
     transport.barrier()
     trips = 2 if pattern.kind == "send" else 1
+    if pattern.overlapped:
+        slowest = max(transport.broadcast_object(transport.gather_objects(first, 0), 0))
+        seconds = min(max(WORK_SECONDS, slowest), MOST_WORK_SECONDS)
+        return under_work(start, sent, repeats, seconds)
     if shared:
-        return behind_work(run, sent, repeats, trips, pattern.work)
-    if run is None:
+        return behind_work(start, sent, repeats, trips, pattern.work)
+    if start is None:
         return RunTime(0.0)
     spans = []
     for _ in range(repeats):
         write(sent)
         begin = time.perf_counter()
-        run()
+        start().wait()
         spans.append(time.perf_counter() - begin)
     return RunTime(float(np.median(spans)) / trips)
 
 
-PreparedRun = tuple[Callable[[], Any], Any]
+PreparedRun = tuple[Callable[[], Handle], Any]
 Probe = Callable[[Transport, Group, int], PreparedRun]
 
 
 def _prepare(transport: Transport, pattern: Pattern, group: Group) -> PreparedRun:
-    """A function that runs the collective once, and the array that it sends."""
+    """A function that starts the collective once, and the array that it sends."""
     return _PROBES[pattern.kind](transport, group, max(len(group), pattern.nbytes // _ITEM))
 
 
 def _all_reduce(transport: Transport, group: Group, count: int) -> PreparedRun:
     whole = np.zeros(count, np.float32)
-    return lambda: collectives.all_reduce(transport, whole, group, "sum", whole), whole
+    return lambda: collectives.all_reduce_start(transport, whole, group, "sum", whole), whole
 
 
 def _all_gather(transport: Transport, group: Group, count: int) -> PreparedRun:
     sizes, result = even_counts(count, len(group)), np.zeros(count, np.float32)
     part = np.zeros(sizes[group.index(transport.rank)], np.float32)
-    return lambda: collectives.all_gather(transport, part, 0, sizes, group, result), part
+    return lambda: collectives.all_gather_start(transport, part, 0, sizes, group, result), part
 
 
 def _reduce_scatter(transport: Transport, group: Group, count: int) -> PreparedRun:
     sizes, whole = even_counts(count, len(group)), np.zeros(count, np.float32)
     part = np.zeros(sizes[group.index(transport.rank)], np.float32)
-    return lambda: collectives.reduce_scatter(transport, whole, 0, sizes, "sum", group, part), whole
+    return lambda: collectives.reduce_scatter_start(transport, whole, 0, sizes, "sum", group, part), whole
 
 
 def _all_to_all(transport: Transport, group: Group, count: int) -> PreparedRun:
@@ -164,12 +189,12 @@ def _all_to_all(transport: Transport, group: Group, count: int) -> PreparedRun:
     square = np.zeros((rows, max(1, count // rows)), np.float32)
     result = np.zeros((1, square.shape[1] * rows), np.float32)
     ones, widths = [1] * rows, [square.shape[1]] * rows
-    return lambda: collectives.all_to_all(transport, square, 0, ones, 1, widths, group, result), square
+    return lambda: collectives.all_to_all_start(transport, square, 0, ones, 1, widths, group, result), square
 
 
 def _broadcast(transport: Transport, group: Group, count: int) -> PreparedRun:
     whole = np.zeros(count, np.float32)
-    return lambda: collectives.broadcast(transport, whole, group[0], group, whole), whole
+    return lambda: collectives.broadcast_start(transport, whole, group[0], group, whole), whole
 
 
 def _permute(transport: Transport, group: Group, count: int) -> PreparedRun:
@@ -177,15 +202,16 @@ def _permute(transport: Transport, group: Group, count: int) -> PreparedRun:
     position = group.index(transport.rank)
     sends = ((group[(position + 1) % len(group)], (slice(None),)),)
     recvs = ((group[position - 1], (slice(None),)),)
-    return lambda: collectives.exchange(transport, whole, sends, recvs, result), whole
+    return lambda: collectives.exchange_start(transport, whole, sends, recvs, result), whole
 
 
 def _send(transport: Transport, group: Group, count: int) -> PreparedRun:
     whole = np.zeros(count, np.float32)
-    return _round_trip(transport, group, whole), whole
+    run = _round_trip(transport, group, whole)
+    return lambda: Handle([], whole, run), whole
 
 
-def _round_trip(transport: Transport, group: Group, whole: Any) -> Any:
+def _round_trip(transport: Transport, group: Group, whole: Any) -> Callable[[], None]:
     """A round trip: half of it is what one message takes."""
     first, second = group
 

@@ -1,6 +1,6 @@
 """The file in which `distgraph profile` keeps what it has measured, and how it is read.
 
-    {"header": {"source": "", "ranks": 2, "places": "1 ranks a core", "format": 4},
+    {"header": {"source": "", "ranks": 2, "places": "1 ranks a core", "format": 5},
      "runs": {"machines[0].devices|einsum/8x64": {"works": [...], "runs": [[1.2e-5, ...], ...]}}}
 
 A key is the path of the devices in the resource file and the name of what was measured. An entry holds one of
@@ -52,6 +52,7 @@ class MessageEntry(Entry):
     groups: Annotated[list[Annotated[list[Rank], Field(min_length=2)]], Field(min_length=1)]
     nbytes: Annotated[int, Field(ge=0, lt=2**63)]
     work: Seconds = 0.0
+    overlapped: bool = False
 
 
 class RunsEntry(Entry):

@@ -49,7 +49,8 @@ from distgraph.serialization.documents import refuse, shown
 
 _REPEATS: Final = 15
 _SAVE_SECONDS: Final = 1.0
-_FORMAT: Final = 4  # of the store
+_FORMAT: Final = 5  # of the store
+_LARGE_BYTES: Final = 2**16  # of messages whose transfer takes longer than their start
 _CACHED_BYTES: Final = 32 * 2**20  # a larger program is compiled again for every run
 _SCRIPT: Final = """from distgraph.runtime.profile.profiler import rank_main
 from {module} import {name}
@@ -262,7 +263,11 @@ class _Profile:
         items += [Item(p.name, partial(self.compute, p)) for p in probes()]
         if self.transport is not None:
             limit = self.cluster.devices[0].memory / 16  # two buffers of it, a few copies
-            patterns = collective_probes.patterns(self.transport.size, limit, shared=self.cores.shared)
+            ranks, shared = self.transport.size, self.cores.shared
+            machines = {device.machine for device in self.cluster.devices[:ranks]}
+            patterns = collective_probes.patterns(
+                ranks, limit, shared=shared, overlapped=shared or len(machines) > 1
+            )
             items += [Item(pattern.name, partial(self.message, pattern)) for pattern in patterns]
         done = {item.name: self.rounds(item.name) for item in items}
         with self.bar() as bar:
@@ -385,31 +390,30 @@ def evaluate(cluster: Cluster, runs: Mapping[str, Mapping[str, Any]], ranks: int
         message = entry["message"]
         groups = tuple(tuple(group) for group in message["groups"])
         timed.append((collective_probes.Pattern(**message | {"groups": groups}), seconds[0]))
-    message_work = next(
-        (seconds for pattern, seconds in timed if pattern.kind == collective_probes.MESSAGE_WORK), None
-    )
-    timed = [
-        (pattern, seconds) for pattern, seconds in timed if pattern.kind != collective_probes.MESSAGE_WORK
-    ]
+    kind_of_work = collective_probes.MESSAGE_WORK
+    message_work = next((seconds for pattern, seconds in timed if pattern.kind == kind_of_work), None)
+    timed = [(pattern, seconds) for pattern, seconds in timed if pattern.kind != kind_of_work]
     shared = max((pattern.work for pattern, _ in timed), default=0.0)
     sent = [
         Message(pattern.kind, pattern.groups[0], pattern.groups[1:], pattern.nbytes, seconds)
         for pattern, seconds in timed
-        if pattern.work == shared
+        if pattern.work == shared and not pattern.overlapped
     ]
     if ranks > 1 and not sent:
         raise ResourceError(
             f"profile: the seconds sufficed for computation but not for the links between {ranks} ranks; run "
             f"the same command again, which goes on from there, or give more --seconds"
         )
+    tables = _tables(cluster, timed, shared)
+    network_busy = _network_busy(tables)
     compute: dict[str, ComputeFit] = {}
     for origin, device_samples in samples.items():
         device = next(device for device in cluster.devices if device.origin == origin)
         fit = fit_compute(device_samples, device.peak, device.memory_bandwidth)
-        host = host_times(host_steps.get(origin, ()), message_work)
+        host = host_times(host_steps.get(origin, ()), message_work, network_busy)
         compute[origin] = replace(fit, compute=replace(fit.compute, host=host))
     links: LinkFit | None = fit_links(cluster, sent) if sent else None
-    return Measured(compute, links, tuple(_tables(cluster, timed, shared)))
+    return Measured(compute, links, tuple(tables))
 
 
 def _tables(
@@ -417,21 +421,44 @@ def _tables(
 ) -> list[MeasuredTable]:
     """Tables of the collectives by their groups: the seconds behind `work` seconds of computation.
 
-    The seconds without computation, if measured, become `busy`. Then the table has only sizes with both.
+    The seconds that products do not hide, if measured, become `busy`; of messages that were too large to be
+    measured beside products, the same part as of the largest that was.
     """
-    seconds_of: dict[tuple[str, tuple[tuple[int, ...], ...]], dict[float, dict[float, float]]] = {}
+    Curve = dict[float, float]
+    seconds_of: dict[tuple[str, tuple[tuple[int, ...], ...]], tuple[Curve, Curve]] = {}
     for pattern, seconds in timed:
-        by_work = seconds_of.setdefault((pattern.kind, pattern.groups), {})
-        by_work.setdefault(pattern.work, {})[pattern.nbytes] = seconds
+        times, busy = seconds_of.setdefault((pattern.kind, pattern.groups), ({}, {}))
+        if pattern.overlapped:
+            busy[pattern.nbytes] = seconds
+        elif pattern.work == work:
+            times[pattern.nbytes] = seconds
     tables = []
-    for (kind, groups), by_work in seconds_of.items():
+    for (kind, groups), (times, busy) in seconds_of.items():
         device_counts = [Counter(cluster.devices[device].machine for device in group) for group in groups]
         shapes = {(len(counts), count) for counts in device_counts for count in counts.values()}
-        behind, plain = by_work.get(work, {}), by_work.get(0.0)
-        sizes = sorted(behind if plain is None else behind.keys() & plain.keys())
-        if len(shapes) > 1 or not sizes:
+        if len(shapes) > 1 or not times:
             continue
-        times = tuple(behind[size] for size in sizes)
-        busy = None if plain is None or not work else tuple(plain[size] for size in sizes)
-        tables.append(MeasuredTable(kind, *shapes.pop(), tuple(sizes), times, None, groups, busy))
+        both = sorted(times.keys() & busy.keys())
+        sizes = sorted(size for size in times if not both or size in both or size > both[-1])
+        part = min(1.0, busy[both[-1]] / times[both[-1]]) if both else 0.0
+        column = tuple(min(times[size], busy.get(size, part * times[size])) for size in sizes)
+        found = tuple(times[size] for size in sizes)
+        tables.append(
+            MeasuredTable(kind, *shapes.pop(), tuple(sizes), found, None, groups, column if both else None)
+        )
     return tables
+
+
+def _network_busy(tables: Sequence[MeasuredTable]) -> float | None:
+    """The part of messages between machines that no computation hides: the median over sizes and groups.
+
+    Small messages do not count: what hides of them is less than what their start and end cost.
+    """
+    parts = [
+        busy / seconds
+        for table in tables
+        if table.machines > 1 and table.busy is not None
+        for size, seconds, busy in zip(table.sizes, table.times, table.busy, strict=True)
+        if size >= _LARGE_BYTES
+    ]
+    return statistics.median(parts) if parts else None

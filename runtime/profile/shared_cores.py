@@ -1,12 +1,13 @@
-"""What a profile measures of the host: ranks that share CPU cores, and the work of the host itself.
+"""What a profile measures of the host: ranks that share CPU cores, messages beside products, its own work.
 
 *In:* a transport whose ranks may share cores (`CoreBinding`), and probes of the host's work in a step.
 *Out:* seconds of ops and messages of ranks that share cores; `HostTimes`.
 *Invariant:* a rank computes as many times longer as ranks share its core, since all compute at the same time.
 A message is measured behind computation that is longer than a time slice of the scheduler, and its time is
 what it adds to the computation: ranks reach it one after the other, do not get their core back at once, and
-wait for each other. The time without computation before it is the work of the ranks themselves, which no
-overlap hides. `benchmarks/HISTORY.md` has the measurements behind both rules.
+wait for each other. What no overlap hides is what a message adds to products that are computed between its
+start and the wait for it: the processor moves its bytes, or it waits until the program comes back to it.
+`benchmarks/HISTORY.md` has the measurements behind both rules.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 from typing import Any, Final, Protocol
 
@@ -27,8 +29,10 @@ from distgraph.runtime.transport.transport import Group, Transport
 
 WORK_SECONDS: Final = 0.002
 """Processor seconds of the computation before a collective of ranks that share cores."""
+MOST_WORK_SECONDS: Final = 0.25
+"""Processor seconds of the products beside a message, at most: longer than most ops."""
 _WORK_EDGE: Final = 128  # rows and columns of the matrices that are multiplied as computation
-_RUNS_BEHIND_WORK: Final = 10  # limit on the runs behind computation
+_MOST_RUNS: Final = 10  # behind computation, or beside it
 _MINIMUM: Final = 1e-6  # seconds; lower bound of a difference of two noisy times
 
 
@@ -109,33 +113,80 @@ def write(sent: Any) -> None:
     np.add(sent, 0, out=sent)
 
 
+class Started(Protocol):
+    """A collective that has been started."""
+
+    def wait(self) -> Any: ...
+
+
 def behind_work(
-    run: Callable[[], None] | None, sent: Any, repeats: int, trips: int, seconds: float
+    start: Callable[[], Started] | None, sent: Any, repeats: int, trips: int, seconds: float
 ) -> RunTime:
     """Mean time over runs, each behind computation. Ranks outside all groups compute, too.
 
     Args:
-        run: runs the collective; None on a rank outside all groups.
+        start: starts the collective; None on a rank outside all groups.
         sent: array that is written before each run.
         repeats: number of runs, of which at most ten are made.
         trips: messages that follow one another in one run.
         seconds: processor seconds of the computation.
     """
-    repeats = min(repeats, _RUNS_BEHIND_WORK)
-    factor = np.full((_WORK_EDGE, _WORK_EDGE), 0.5, np.float32)
-    product = np.empty_like(factor)
+    repeats, product = min(repeats, _MOST_RUNS), _product()
     begin, work = time.perf_counter(), 0.0
     for _ in range(repeats):
-        start = time.thread_time()
-        while time.thread_time() - start < seconds:
-            np.matmul(factor, factor, product)
+        begun = time.thread_time()
+        while time.thread_time() - begun < seconds:
+            product()
         if sent is not None:
             write(sent)
-        work += time.thread_time() - start
-        if run is not None:
-            run()
-    elapsed = 0.0 if run is None else time.perf_counter() - begin
+        work += time.thread_time() - begun
+        if start is not None:
+            start().wait()
+    elapsed = 0.0 if start is None else time.perf_counter() - begin
     return RunTime(elapsed / repeats / trips, work / repeats / trips)
+
+
+def under_work(start: Callable[[], Started] | None, sent: Any, repeats: int, seconds: float) -> RunTime:
+    """Mean time over runs, each with products between the start of the collective and the wait for it.
+
+    The same products are timed alone before each run, because the processor time of those beside a message
+    may include that of the kernel for the message. During the products the program calls nothing else, as
+    during one op.
+
+    Args:
+        start: starts the collective; None on a rank outside all groups.
+        sent: array that is written before each run.
+        repeats: number of runs, of which at most ten are made.
+        seconds: processor seconds of the products.
+    """
+    repeats, product = min(repeats, _MOST_RUNS), _product()
+    begun, count = time.thread_time(), 0
+    while time.thread_time() - begun < min(seconds, WORK_SECONDS):
+        product()
+        count += 1
+    count = max(1, round(count * seconds / (time.thread_time() - begun)))
+    begin, work = time.perf_counter(), 0.0
+    for _ in range(repeats):
+        begun = time.thread_time()
+        for _ in range(count):
+            product()
+        work += 2 * (time.thread_time() - begun)  # alone and beside the message
+        begun = time.thread_time()
+        if sent is not None:
+            write(sent)
+        work += time.thread_time() - begun
+        started = None if start is None else start()
+        for _ in range(count):
+            product()
+        if started is not None:
+            started.wait()
+    elapsed = 0.0 if start is None else time.perf_counter() - begin
+    return RunTime(elapsed / repeats, work / repeats)
+
+
+def _product() -> Callable[[], Any]:
+    factor = np.full((_WORK_EDGE, _WORK_EDGE), 0.5, np.float32)
+    return partial(np.matmul, factor, factor, np.empty_like(factor))
 
 
 def message_work(transport: Transport, group: Group, elements: int, repeats: int) -> float:
@@ -162,16 +213,19 @@ def message_work(transport: Transport, group: Group, elements: int, repeats: int
     return float(np.median(spans[1:]))
 
 
-def host_times(steps: Sequence[tuple[int, float]], message: float | None) -> HostTimes:
+def host_times(
+    steps: Sequence[tuple[int, float]], message: float | None, network_busy: float | None = None
+) -> HostTimes:
     """Times of the host that were measured.
 
     Args:
         steps: (number of tasks, seconds outside of tasks) of steps with different numbers of tasks; none if
             they were not measured.
         message: seconds for which a rank is busy at one end of a message.
+        network_busy: part of a message between machines that no computation hides.
     """
     if not steps:
-        return HostTimes(message=message)
+        return HostTimes(message=message, network_busy=network_busy)
     rows = np.array([[1.0, tasks] for tasks, _ in steps])
     step, task = expected(rows, np.array([seconds for _, seconds in steps]))
-    return HostTimes(task=float(task), step=float(step), message=message)
+    return HostTimes(task=float(task), step=float(step), message=message, network_busy=network_busy)

@@ -9,8 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.devices.measured_machines import works_of
+from support.programs.forecasts import machines
 
 from distgraph.resources import local_cluster
+from distgraph.resources.cluster import Compute, MatmulRate
 from distgraph.runtime.profile.collective_probes import (
     KINDS,
     MESSAGE_WORK,
@@ -34,17 +37,15 @@ def test_groups_of_every_mesh_axis() -> None:
     assert ((0, 1, 2), (3, 4, 5)) in groups
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_every_collective_runs_on_every_pattern(shared: bool) -> None:
+@pytest.mark.parametrize(("shared", "overlapped"), [(False, False), (False, True), (True, True)])
+def test_every_collective_runs_on_every_pattern(shared: bool, overlapped: bool) -> None:
     transports = connect(3)
-    chosen = [p for p in patterns(3, shared=shared) if p.nbytes <= 4096]
+    chosen = [p for p in patterns(3, shared=shared, overlapped=overlapped) if p.nbytes <= 4096]
     assert {p.kind for p in chosen} == {*KINDS, MESSAGE_WORK}
     assert len({p.name for p in chosen}) == len(chosen)
-    assert {(p.kind, p.work > 0) for p in chosen if p.kind in ("all_reduce", "send")} == (
-        {("all_reduce", False), ("all_reduce", True), ("send", True)}
-        if shared
-        else {("all_reduce", False), ("send", False)}
-    )
+    assert all((p.work > 0) == (shared and not p.overlapped) for p in chosen if p.kind != MESSAGE_WORK)
+    beside = {p.kind for p in chosen if p.overlapped}
+    assert beside == ({*KINDS} - {"send", "broadcast"} if overlapped else set())
 
     def rank(at: int) -> list[RunTime]:
         return [measure(transports[at], pattern, 2, shared) for pattern in chosen]
@@ -54,7 +55,7 @@ def test_every_collective_runs_on_every_pattern(shared: bool) -> None:
     for pattern, *taken in zip(chosen, *by_rank, strict=True):
         members = {r for group in pattern.groups for r in group}
         assert all((own.seconds > 0) == (r in members) for r, own in enumerate(taken)), pattern.name
-        works = shared and pattern.kind != MESSAGE_WORK
+        works = (shared or pattern.overlapped) and pattern.kind != MESSAGE_WORK
         assert all((own.work > 0) == works for own in taken), pattern.name
 
 
@@ -64,11 +65,11 @@ def test_what_is_written_before_a_run_is_what_it_sends(kind: str) -> None:
     transports, group = connect(2), (0, 1)
 
     def rank(at: int) -> list[float]:
-        run, sent = _prepare(transports[at], Pattern(kind, (group,), 64), group)
+        start, sent = _prepare(transports[at], Pattern(kind, (group,), 64), group)
         found = []
         for _ in range(2):
-            run()
-            found.append(float(sum(cell.cell_contents.sum() for cell in run.__closure__ if array(cell))))
+            start().wait()
+            found.append(float(sum(cell.cell_contents.sum() for cell in start.__closure__ if array(cell))))
             if at == 0:
                 sent += 1
         return found
@@ -83,29 +84,53 @@ def array(cell: Any) -> bool:
     return isinstance(cell.cell_contents, np.ndarray)
 
 
+def timed(kind: str, groups: Any, nbytes: int, seconds: list[float], **given: Any) -> dict[str, Any]:
+    """The entry of a store for one pattern, with a round for each number of seconds."""
+    pattern = Pattern(kind, groups, nbytes, **given)
+    return {f"|{pattern.name}": {"message": asdict(pattern), "runs": [[each] for each in seconds]}}
+
+
 def test_collectives_become_tables_of_their_groups() -> None:
-    """By the median of the rounds; where they were also timed behind work, that is the time."""
-    runs = {}
+    """By the median of the rounds; what products beside them did not hide is `busy`.
+
+    The last size was not timed beside products, which hide the same part of it as of the size before.
+    """
+    runs: dict[str, Any] = {}
+    rows = ((1024, 5e-4, 1e-4), (4096, 6e-4, 7e-4), (16384, 8e-4, 2e-4), (65536, 2e-3, None))
     for groups in (((0, 1), (2, 3)), ((0, 2), (1, 3))):
-        for nbytes, work, seconds in (
-            (1024, 0.0, 1e-4),
-            (4096, 0.0, 2e-4),
-            (1024, 2e-3, 5e-4),
-            (4096, 2e-3, 6e-4),
-        ):
-            pattern = Pattern("all_reduce", groups, nbytes, work)
-            rounds = [[seconds * (1 + groups[0][1])], [1.0], [1e-9]]
-            runs[f"|{pattern.name}"] = {"message": asdict(pattern), "runs": rounds}
-    over = Pattern("all_reduce", ((0, 1), (2, 3)), 16384, 0.0)  # of what was to follow, time was over
-    runs[f"|{over.name}"] = {"message": asdict(over), "runs": [[1.0]]}
-    early = Pattern("all_gather", ((0, 1), (2, 3)), 1024, 0.0)
-    runs[f"|{early.name}"] = {"message": asdict(early), "runs": [[1.0]]}
-    alone = Pattern("broadcast", ((0, 1, 2, 3),), 1024, 2e-3)
-    runs[f"|{alone.name}"] = {"message": asdict(alone), "runs": [[3e-4]]}
+        factor = 1 + groups[0][1]
+        for nbytes, seconds, busy in rows:
+            runs |= timed("all_reduce", groups, nbytes, [seconds * factor, 1.0, 1e-9], work=2e-3)
+            if busy is not None:
+                runs |= timed("all_reduce", groups, nbytes, [busy * factor], overlapped=True)
+    runs |= timed("all_reduce", ((0, 1), (2, 3)), 2**18, [1.0], overlapped=True)  # then time was over
+    runs |= timed("all_gather", ((0, 1), (2, 3)), 1024, [1.0], overlapped=True)
+    runs |= timed("broadcast", ((0, 1, 2, 3),), 1024, [3e-4], work=2e-3)
     found = evaluate(local_cluster(4), json.loads(json.dumps(runs)), ranks=4)
     near, far, all_four = found.tables
-    assert (near.groups, near.sizes) == (((0, 1), (2, 3)), (1024, 4096))
-    assert (near.times, near.busy) == (pytest.approx((1e-3, 1.2e-3)), pytest.approx((2e-4, 4e-4)))
-    assert (far.groups, far.times) == (((0, 2), (1, 3)), pytest.approx((1.5e-3, 1.8e-3)))
+    assert (near.groups, near.sizes) == (((0, 1), (2, 3)), (1024, 4096, 16384, 65536))
+    assert near.times == pytest.approx((1e-3, 1.2e-3, 1.6e-3, 4e-3))
+    assert near.busy == pytest.approx((2e-4, 1.2e-3, 4e-4, 1e-3))
+    assert (far.groups, far.times) == (((0, 2), (1, 3)), pytest.approx((1.5e-3, 1.8e-3, 2.4e-3, 6e-3)))
     assert (all_four.collective, all_four.busy) == ("broadcast", None)
     assert (all_four.machines, all_four.devices_per_machine) == (1, 4)
+
+
+def test_what_no_computation_hides_of_messages_between_machines() -> None:
+    """The median over the tables of groups of several machines, from 64 KiB on; for every kind of device."""
+    compute = Compute(2e-6, 0.5, 0.5, {"f32": MatmulRate(0.5, (10.0, 10.0, 10.0))})
+    samples = works_of(compute, 20e9, {"f32": 2e11})
+    works = {"works": [asdict(work) for work, _ in samples], "runs": [[seconds for _, seconds in samples]]}
+    origins = ("machines[0].devices", "machines[1].devices")
+    runs: dict[str, Any] = {f"{origin}|all": works for origin in origins}
+    for groups, parts in ((((0, 2), (1, 3)), (0.1, 0.6, 0.8, 0.7)), (((0, 1), (2, 3)), (1.0, 1.0, 1.0, 1.0))):
+        for nbytes, part in zip((2**10, 2**16, 2**18, 2**20), parts, strict=True):
+            seconds = 1e-4 + nbytes * 1e-9
+            runs |= timed("all_gather", groups, nbytes, [seconds])
+            runs |= timed("all_gather", groups, nbytes, [part * seconds], overlapped=True)
+    found = evaluate(machines(2, 2), json.loads(json.dumps(runs)), ranks=4)
+    hosts = [found.compute[origin].compute.host for origin in origins]
+    assert [host.network_busy for host in hosts] == [pytest.approx(0.7)] * 2
+    inside = {key: entry for key, entry in runs.items() if "0-2" not in key}
+    found = evaluate(machines(2, 2), json.loads(json.dumps(inside)), ranks=4)
+    assert found.compute[origins[0]].compute.host.network_busy is None

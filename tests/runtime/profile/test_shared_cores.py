@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from distgraph.resources.host_times import HostTimes
-from distgraph.runtime.profile.shared_cores import CoreSharing, RunTime, behind_work, host_times
+from distgraph.runtime.profile import shared_cores
+from distgraph.runtime.profile.shared_cores import CoreSharing, RunTime, behind_work, host_times, under_work
 
 
 def test_a_message_behind_work_takes_what_it_adds() -> None:
@@ -17,11 +19,49 @@ def test_a_message_behind_work_takes_what_it_adds() -> None:
     assert CoreSharing((2.0, 2.0, 2.0)).added_seconds(found) == 3.0
     assert CoreSharing((2.0, 1.0, 2.0)).added_seconds(found) == 5.0  # the second has a core of its own
     assert 0 < CoreSharing((4.0, 4.0, 4.0)).added_seconds(found) < 1e-5
-    once = behind_work(partial(time.sleep, 0.02), None, 3, 1, 0.002)
+    once = behind_work(Slept, None, 3, 1, 0.002)
     assert CoreSharing().added_seconds([once]) >= 0.02
-    there_and_back = behind_work(partial(time.sleep, 0.02), None, 3, 2, 0.002)
+    there_and_back = behind_work(Slept, None, 3, 2, 0.002)
     assert CoreSharing().added_seconds([there_and_back]) >= 0.01
     assert there_and_back.work < once.work
+
+
+class Slept:
+    """A message that takes 20 ms, all of it after the wait for it has begun."""
+
+    def wait(self) -> None:
+        time.sleep(0.02)
+
+
+def test_a_message_beside_products_takes_what_they_do_not_hide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds of a clock that only products and messages move: 2 of 3 ms of a product are the processor's."""
+    now = {"wall": 0.0, "processor": 0.0}
+    clocks = {"perf_counter": lambda: now["wall"], "thread_time": lambda: now["processor"]}
+    monkeypatch.setattr(shared_cores, "time", SimpleNamespace(**clocks))
+
+    def product() -> None:
+        now["wall"] += 3e-3
+        now["processor"] += 2e-3
+
+    def message(seconds: float, *, alone: bool) -> Any:
+        """Moved by other hardware from its start on, or only while it is waited for."""
+
+        def start() -> Any:
+            begun = now["wall"]
+
+            def wait() -> None:
+                now["wall"] = max(now["wall"], (begun if alone else now["wall"]) + seconds)
+
+            return SimpleNamespace(wait=wait)
+
+        return start
+
+    monkeypatch.setattr(shared_cores, "_product", lambda: product)
+    added = CoreSharing((1.5,)).added_seconds
+    assert added([under_work(message(1.0, alone=False), None, 3, 1.2)]) == pytest.approx(1.0)
+    assert added([under_work(message(1.0, alone=True), None, 3, 1.2)]) < 1e-5
+    assert added([under_work(message(2.0, alone=True), None, 3, 1.2)]) == pytest.approx(0.2)
+    assert under_work(None, None, 1, 1.2) == RunTime(0.0, pytest.approx(2.4))
 
 
 def test_a_store_names_how_ranks_share_cores() -> None:
@@ -37,3 +77,4 @@ def test_steps_with_few_and_many_tasks_tell_what_each_costs() -> None:
     disturbed = host_times([(4, 50e-6), (34, 40e-6)], None)
     assert disturbed.task == pytest.approx(0.0, abs=1e-9)  # never below
     assert host_times((), None) == HostTimes()
+    assert host_times((), 1e-6, 0.5) == HostTimes(message=1e-6, network_busy=0.5)
