@@ -6,7 +6,7 @@ position along such an axis the algorithm computes a contraction of its own on t
 letter that another axis splits too becomes two letters, of which the first has the data axes alone, so that
 an algorithm never sees a dim that is split by more than one axis. A letter of A and B becomes two in any
 case, and C has the first one, which is summed over behind the algorithm: that is the sum of a weight's
-gradient over all samples.
+gradient over all samples. A gradient that is only accumulated is summed behind the accumulation, once a step.
 
     "mk,kn->mn"      A [m: dp*x, k: y]        B [k: x, n: y]           C [m: dp*x, n: y]
     "Dmk,kn->Dmn"    A [D: dp, m: x, k: y]    B [k: x, n: y]           C [D: dp, m: x, n: y]    OS on x and y

@@ -4,18 +4,21 @@ In:   a completed graph with `Graph.algorithms`.
 Out:  a completed graph in which these contractions, and the backward ones that belong to them, are explicit
       ops: slices, changes of layout, partial products, sums.
 Invariant: same values in the same layouts; contractions without an algorithm, or on a mesh of one rank, stay
-      as they are.
+      as they are. A gradient that is only accumulated over micro-batches is summed over the axes of data
+      parallelism behind the accumulation, once a step.
 
     algorithm %c "meshslice(slices=2, block=1)"    ->    see `meshslice.py`
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from distgraph.errors import ShardingError
 from distgraph.ir.graph import Graph, Op
 from distgraph.ir.matmul_algorithm import CONTRACTIONS, MatmulAlgorithm
-from distgraph.ir.op_registry import WIDE
-from distgraph.passes.matmul_algorithms.product import product_of
+from distgraph.ir.op_registry import WIDE, operand_layout
+from distgraph.passes.matmul_algorithms.product import Partial, Product, product_of
 from distgraph.passes.matmul_algorithms.registry import find_matmul_algorithm
 from distgraph.passes.pass_registry import register_pass
 
@@ -32,7 +35,11 @@ def distribute_matmuls(graph: Graph) -> Graph:
         return graph
     ops: list[Op] = []
     attrs = dict(graph.attrs)
+    partial: dict[str, Partial] = {}
     for op in graph.ops:
+        if op.kind == "accumulate" and op.operands[0].name in partial:
+            ops.append(_accumulated(op, partial[op.operands[0].name]))
+            continue
         algorithm = algorithm_of(graph, op)
         rewrite = None if algorithm is None else find_matmul_algorithm(algorithm.name)
         if algorithm is None or rewrite is None or graph.attrs[op.name].mesh.size == 1:
@@ -45,9 +52,12 @@ def distribute_matmuls(graph: Graph) -> Graph:
             )
         product = product_of(graph, op, algorithm)
         rewrite(product, algorithm)
-        product.join()
+        reduced = not _is_only_accumulated(graph, product)
+        product.join(reduced=reduced)
+        if not reduced:
+            partial[op.name] = product.partial()
         ops += product.ops
-        attrs |= {name: attr for name, attr in product.attrs.items() if name != op.name}
+        attrs |= {name: attr for name, attr in product.attrs.items() if name != op.name or not reduced}
     return graph.with_ops(ops, attrs=attrs, algorithms={})
 
 
@@ -56,3 +66,22 @@ def algorithm_of(graph: Graph, op: Op) -> MatmulAlgorithm | None:
     if op.kind not in CONTRACTIONS:
         return None
     return graph.algorithms.get(op.name) or graph.algorithms.get(op.link)
+
+
+def _is_only_accumulated(graph: Graph, product: Product) -> bool:
+    """Whether only accumulations read a product that is to be summed over data axes, where it is stored."""
+    stored, readers = product.stored, graph.users[product.whole.name]
+    return bool(product.partial() and readers) and all(
+        reader.kind == "accumulate"
+        and reader.layout is not None
+        and reader.layout.mesh == stored.mesh
+        and operand_layout(reader, 0, reader.layout) == stored.spec
+        for reader in readers
+    )
+
+
+def _accumulated(op: Op, partial: Partial) -> Op:
+    """An accumulation of partial sums."""
+    assert op.layout is not None
+    added = tuple((axis, 0) for axis, _ in partial)
+    return replace(op, layout=replace(op.layout, partial=tuple(sorted((*op.layout.partial, *added)))))

@@ -26,6 +26,9 @@ from distgraph.ops.contraction import parse_einsum
 from distgraph.passes.matmul_algorithms.data_axes import DataAxes, Letters, data_axes
 from distgraph.passes.matmul_algorithms.stored_dataflow import Axes, Dataflow, dataflow_of, groups_of
 
+Partial = tuple[tuple[str, str], ...]
+"""Axes over which a tensor is still to be reduced, each with the reduction, as in `ShardSpec.partial`."""
+
 
 @dataclass(slots=True)
 class Product:
@@ -201,23 +204,32 @@ class Product:
                 self.whole, kind="einsum", operands=tuple(operands), results=(result,), attrs=attrs
             )
 
-    def join(self) -> None:
-        """Leave the result as the graph has it, behind the algorithm: summed over data axes, reshaped."""
+    def partial(self) -> Partial:
+        """The sums over data axes that the result still needs behind the algorithm."""
+        return tuple((axis, "sum") for letter in self.letters[2][: self.summed] for axis in self.data[letter])
+
+    def join(self, *, reduced: bool = True) -> None:
+        """Leave the result as the graph has it, behind the algorithm: summed over data axes, reshaped.
+
+        Args:
+            reduced: whether ranks along data axes sum their parts here; otherwise the reader does.
+        """
         if self.op is self.whole:
             return
-        value, summed = self.op.result, self.letters[2][: self.summed]
-        self.op, shape = self.whole, self.whole.result.shape
-        partial = tuple((axis, "sum") for letter in summed for axis in self.data[letter])
-        joins = value.shape[self.summed :] != shape
+        value, partial = self.op.result, self.partial()
+        summed, self.op, shape = self.summed, self.whole, self.whole.result.shape
+        joins, last = value.shape[summed:] != shape, "" if not reduced else "joined" if summed else ""
         if summed:
-            dims = self.attrs[value.name].spec.dims[self.summed :]
+            dims = self.attrs[value.name].spec.dims[summed:]
             attr = replace(self.stored, spec=ShardSpec(dims, partial))
-            over = tuple(range(self.summed))
-            value = self._rearrange("reduce_sum", value, attr, "partial", dims=over, keepdims=False)
+            name = "partial" if joins or reduced else ""
+            value = self._rearrange(
+                "reduce_sum", value, attr, name, dims=tuple(range(summed)), keepdims=False
+            )
         if joins:
             attr = replace(self.stored, spec=ShardSpec(self.stored.spec.dims, partial))
-            value = self._rearrange("reshape", value, attr, "joined" if summed else "", shape=shape)
-        if summed:
+            value = self._rearrange("reshape", value, attr, last, shape=shape)
+        if summed and reduced:
             self.reshard(value, self.stored, "")
 
     def _axes(self, which: int) -> dict[str, str]:

@@ -37,6 +37,20 @@ def test_products_equal_the_serial_ones_and_send_what_the_formula_says(
         assert sent == pytest.approx([case.moved_bytes()] * len(sent))
 
 
+@pytest.mark.parametrize("flow", FLOWS)
+def test_gradients_are_summed_over_data_once_a_step(flow: str) -> None:
+    """Not in every one of three micro-batches; the other messages are those of each."""
+    case = product(2, 2, flow, "meshslice", 2, data=2)
+    (feeds, params), batches = case.arrays(), 3
+    micro = [{label: (1 + i) * array for label, array in feeds.items()} for i in range(batches)]
+    found, _, built = run_partitioned(case.completed(accumulated=True), micro, params)
+    expected = sum((1 + i) ** 2 for i in range(batches)) / batches * case.expected()["dw"]
+    np.testing.assert_allclose(found["dw"][0], expected, rtol=0, atol=1e-12 * np.abs(expected).max())
+    sent = [built.program(rank).bytes_sent() for rank in built.ranks]
+    moved = batches * case.moved_bytes(reduced=False) + case.reduced_bytes()
+    assert sent == pytest.approx([moved] * len(sent))
+
+
 def test_check_compares_every_step() -> None:
     case = product(2, 2, "OS", "meshslice", 2, data=2)
     graph, (feeds, params) = case.graph(), case.arrays()

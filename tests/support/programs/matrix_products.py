@@ -41,8 +41,11 @@ class Product:
         axes = {"rows": self.rows, "cols": self.cols}
         return ProcessMesh.grid(**axes) if self.data == 1 else ProcessMesh.grid(dp=self.data, **axes)
 
-    def graph(self, *, pruned: bool = True) -> Graph:
-        """Without the loss, whose sum over all ranks is no part of the products, unless not `pruned`."""
+    def graph(self, *, pruned: bool = True, accumulated: bool = False) -> Graph:
+        """Without the loss, whose sum over all ranks is no part of the products, unless not `pruned`.
+
+        With dw accumulated over micro-batches if `accumulated`.
+        """
         trace, a = Trace("product"), self.algorithm
         with trace.activate():
             x = trace.source("input", "x", (self.m, self.k), "f64")
@@ -60,11 +63,12 @@ class Product:
             )
             y = multiply(x, w)
             dx, dw = differentiate(trace, ops.reduce("sum", y * dy), [x, w])
+            dw = ops.accumulate(dw) if accumulated else dw
         graph = trace.finish({"y": y, "dx": dx, "dw": dw})
         return prune(graph) if pruned else graph
 
-    def completed(self, *, pruned: bool = True) -> Graph:
-        return complete(self.graph(pruned=pruned), self.mesh)
+    def completed(self, *, pruned: bool = True, accumulated: bool = False) -> Graph:
+        return complete(self.graph(pruned=pruned, accumulated=accumulated), self.mesh)
 
     def arrays(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
         """Inputs and parameters."""
@@ -76,13 +80,17 @@ class Product:
         x, dy, w = feeds["x"], feeds["dy"], params["w"]
         return {"y": x @ w, "dx": dy @ w.T, "dw": x.T @ dy}
 
-    def moved_bytes(self) -> float:
+    def reduced_bytes(self) -> float:
+        """Bytes that a rank sends to reduce its block of dw over data parallelism."""
+        return 2 * 8.0 * self.k * self.n * (self.data - 1) / self.data / (self.rows * self.cols)
+
+    def moved_bytes(self, *, reduced: bool = True) -> float:
         """Bytes that a rank sends on average in the three products, of which each moves two matrices.
 
         Those that do not stay (paper, 2.3.1): shards of one along a row of the mesh, of the other
         along a column. P ranks pass on P - 1 shards of P; in the broadcasts and reductions of SUMMA all P; in
         Cannon's algorithm they send P - 1 shards of P, and P - 1 of P ranks one more to skew the blocks.
-        With data parallelism dw is reduced over it: two times P - 1 of P shards.
+        With data parallelism dw is reduced over it, unless not `reduced`: two times P - 1 of P shards.
         """
         m = self.m // self.data
         x, w, y = (8.0 * size for size in (m * self.k, self.k * self.n, m * self.n))
@@ -96,8 +104,8 @@ class Product:
         rows, cols = (
             shards.get(self.algorithm.name, lambda size: size - 1)(size) for size in (self.rows, self.cols)
         )
-        reduced = 2 * w * (self.data - 1) / self.data
-        return (3 * (rows * along_rows + cols * along_cols) + reduced) / ranks
+        moved = 3 * (rows * along_rows + cols * along_cols) / ranks
+        return moved + self.reduced_bytes() if reduced else moved
 
 
 @cache
