@@ -135,7 +135,8 @@ class SchedulePolicy:
             drains: 1 where whole micro-batches fill it. That of ZB-H1 is for three parts of equal length.
         waits_for_transfers: the transfer to the next stage is part of a stage's period, since only as many
             micro-batches are in flight as stages follow. False where enough are in flight to hide it.
-        searched: the search considers this schedule (`Strategy(mode="auto")`).
+        searched: the search looks for stages under this schedule (`Strategy(mode="auto")`).
+        substituted: the search tries this schedule on the best pipelines that it has found under others.
         export_names: format of an export ("torch", "megatron") -> name of the schedule there. Formats
             without an entry do not have the schedule.
     """
@@ -152,6 +153,7 @@ class SchedulePolicy:
     fill: float = 1.0
     waits_for_transfers: bool = True
     searched: bool = False
+    substituted: bool = False
     export_names: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -269,6 +271,7 @@ ZB_H1 = SchedulePolicy(
     splits_backward=True,
     in_flight=_one_per_stage_left,
     fill=1 / 3,
+    substituted=True,
 )
 
 _POLICIES = {policy.name: policy for policy in (ONE_F_ONE_B, GPIPE, EAGER_1F1B, INTERLEAVED_1F1B, ZB_H1)}
@@ -299,8 +302,13 @@ def schedule_names() -> tuple[str, ...]:
 
 
 def searched_schedules() -> tuple[str, ...]:
-    """Names of the schedules that the search considers."""
+    """Names of the schedules under which the search looks for stages."""
     return tuple(name for name, policy in _POLICIES.items() if policy.searched)
+
+
+def substituted_schedules() -> tuple[str, ...]:
+    """Names of the schedules that the search tries on pipelines which it has found under others."""
+    return tuple(name for name, policy in _POLICIES.items() if policy.substituted)
 
 
 def schedule_policy(policy: str | SchedulePolicy) -> SchedulePolicy:

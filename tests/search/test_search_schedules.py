@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from support.programs.searched import Program
+import pytest
+from support.files.clusters import cluster_of
+from support.programs.searched import Program, slow
 from support.search.distant_machines import WIDE, Wide, far
 
 from distgraph.errors import GraphError
 from distgraph.plan.constraints import SearchConstraints
 from distgraph.plan.plan import Plan
+
+pytestmark = pytest.mark.timeout(600)
 
 
 class Pairs(Wide):
@@ -48,6 +52,23 @@ def test_a_plan_with_gpipe_is_forecast_as_found() -> None:
     engine = WIDE.engine(plan=plan, cluster=cluster)
     engine.prepare(WIDE.data(1))
     assert plan.schedule == "gpipe"
+    assert engine.forecast().step_seconds == in_seconds(plan)
+
+
+def test_a_schedule_that_splits_the_backward_part_is_found_unasked() -> None:
+    document = slow(1, 1, 1, 1)
+    for machine in document["machines"]:
+        machine["nics"]["latency"] = "100 ns"
+    given = SearchConstraints(stages=4, micro_batches=4)
+    plan = WIDE.search(cluster_of(document), constraints=given)  # checked against one rank
+    assert plan.schedule == "zb-h1"
+    assert plan.decisions["schedule"].runner_up in ("1f1b", "eager-1f1b", "gpipe")
+    assert in_seconds(plan) < (plan.decisions["schedule"].runner_up_seconds or 0.0)
+    again = Plan.parse(plan.text())
+    assert again == plan
+    assert "zb-h1" in plan.explain("schedule")
+    engine = WIDE.engine(plan=again, cluster=cluster_of(document))
+    engine.prepare(WIDE.data(1))
     assert engine.forecast().step_seconds == in_seconds(plan)
 
 

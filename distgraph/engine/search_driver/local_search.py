@@ -22,10 +22,10 @@ from distgraph.engine.search_driver.load_balancing import rebalanced
 from distgraph.engine.search_driver.pipeline_search import SLOWER
 from distgraph.engine.search_driver.restrictions import RESTRICTION_NAMES, Restriction
 from distgraph.engine.search_driver.search_space import Shape
-from distgraph.engine.search_driver.search_state import Event, SearchState
+from distgraph.engine.search_driver.search_state import FORECASTS, Event, SearchState
 from distgraph.engine.search_driver.stage_search import PipelineEstimate, pipeline_estimate, shapes_for
 from distgraph.passes.search.inter_op.submesh_placement import SubMesh, place
-from distgraph.plan.pipeline_schedules import searched_schedules
+from distgraph.plan.pipeline_schedules import searched_schedules, substituted_schedules
 
 _MOST_OPS = 30_000
 """Ops of the programs, together, that a local search builds: building takes time in proportion to them."""
@@ -59,6 +59,50 @@ def local_search(state: SearchState) -> Iterator[Event]:
             yield state.record(evaluation)
             if evaluation.fits and evaluation.seconds < current.seconds:
                 current, waiting = evaluation, _unseen(state, evaluation, seen)
+
+
+def evaluate_substituted_schedules(state: SearchState) -> Iterator[Event]:
+    """Pipelines under the schedules that are tried last: the fastest ones found under others, and those of
+    the dynamic programme for the best micro-batch counts. Few are forecast, whose estimates are below the
+    best program. None where another runtime is to execute the plan, which may not have them."""
+    if state.constraints.schedule is not None or state.runtime is not None:
+        return
+    if state.best is None or state.expired():
+        return
+    evaluated = {each.candidate.decisions for each in state.evaluations.all if each.candidate}
+    promising = [
+        candidate
+        for schedule in substituted_schedules()
+        for candidate in (*_substituted(state, schedule), *state.pipelines.under(schedule, FORECASTS))
+        if candidate.estimate < state.best.seconds and candidate.decisions not in evaluated
+    ]
+    foremost = sorted(promising, key=lambda candidate: candidate.estimate)
+    unique = list({candidate.decisions: candidate for candidate in foremost}.values())[:FORECASTS]
+    state.evaluations.prefetch(unique)
+    for candidate in unique:
+        if not state.expired():
+            yield state.record(state.evaluations.evaluate(candidate))
+
+
+def _substituted(state: SearchState, schedule: str) -> Iterator[Candidate]:
+    """The fastest pipelines with another schedule, with estimates relative to their forecasts."""
+    good = [e for e in state.evaluations.all if e.fits and e.candidate and len(e.candidate.stages) > 1]
+    for evaluation in sorted(good, key=lambda evaluation: evaluation.seconds)[:FORECASTS]:
+        assert evaluation.candidate is not None
+        candidate = replace(evaluation.candidate, origin="search", schedule=schedule)
+        ratio = _estimated_ratio(state.layout_costs, evaluation.candidate, candidate)
+        yield replace(candidate, estimate=ratio * evaluation.seconds)
+
+
+def _estimated_ratio(layout_costs: LayoutCosts, pipeline: Candidate, other: Candidate) -> float:
+    """Seconds of another candidate over those of a pipeline, by estimates; 1 where costs are not known."""
+    restriction = _restriction_with_costs(layout_costs, pipeline, other)
+    if restriction is None:
+        return 1.0
+    before, after = (
+        pipeline_estimate(layout_costs, replace(each, restriction=restriction)) for each in (pipeline, other)
+    )
+    return after.seconds / before.seconds
 
 
 def _unseen(state: SearchState, evaluation: Evaluation, seen: Collection[object]) -> list[Candidate]:

@@ -150,6 +150,15 @@ class PipelineSearch:
             self._try_pools(table, schedules)
         return None if best is None else best[0]
 
+    def under(self, schedule: str, most: int) -> Iterator[Candidate]:
+        """The best pipelines of several stages under another schedule, for the micro-batch counts with the
+        best estimates, at most so many."""
+        ranked = sorted(self.best, key=lambda count: self.best[count].estimate)
+        for count in [count for count in ranked if count in self.tables][:most]:
+            best = self._best_of(self.tables[count], 1.0, (schedule,))
+            if best is not None and len(best[0].stages) > 1:
+                yield best[0]
+
     def _carried_over(self, table: VariantTable, pipeline: Candidate) -> set[tuple[SubMesh, Shape]]:
         """Sub-meshes and shapes of a pipeline whose layouts are those of another micro-batch count."""
         chosen = {

@@ -46,7 +46,7 @@ from distgraph.engine.search_driver.fixed_mesh_search import (
     repetitions,
 )
 from distgraph.engine.search_driver.infeasibility import evaluate_nearest, infeasible_message
-from distgraph.engine.search_driver.local_search import local_search
+from distgraph.engine.search_driver.local_search import evaluate_substituted_schedules, local_search
 from distgraph.engine.search_driver.lower_bound import least_seconds
 from distgraph.engine.search_driver.micro_batch_search import evaluate_single_pools, search_micro_batch_counts
 from distgraph.engine.search_driver.search_space import check_axes, check_constraints, micro_batch_counts
@@ -110,6 +110,7 @@ def search_everything(state: SearchState) -> Iterator[Event]:
     yield from evaluate_uniform_and_recursive(state)
     yield from evaluate_mesh2d_where_it_gains(state)
     yield from evaluate_zero(state)
+    yield from evaluate_substituted_schedules(state)
     yield from local_search(state)
     if (error := state.evaluations.estimate_error) is not None:
         yield Event(f"estimates are {error:.1%} off the forecasts on average")

@@ -97,7 +97,8 @@ def simulated_makespan(
     over the number in flight.
 
     Args:
-        schedule: a schedule without a table.
+        schedule: the schedule; of one with a table, its credits are followed, and what a step takes beyond
+            the work of its busiest stage is multiplied by `fill`.
         forward, backward: seconds of each stage for one micro-batch.
         micro_batches: m.
         transfer: seconds of the transfer after each stage but the last, in one direction; empty if transfers
@@ -116,9 +117,25 @@ def simulated_makespan(
     count = len(forward)
     transfer, once = transfer or [0.0] * (count - 1), step or [0.0] * count
     messages = {(side, after): border[side] for after, border in enumerate(links) for side in (0, 1)}
+    work = max(micro_batches * (f + b) + s for f, b, s in zip(forward, backward, once, strict=True))
+    ends = _ends(schedule, forward, backward, micro_batches, transfer, messages)
+    seconds = max(end + more for end, more in zip(ends, once, strict=True))
+    return seconds if schedule.fill == 1 else work + schedule.fill * (seconds - work)
+
+
+def _ends(
+    schedule: SchedulePolicy,
+    forward: Sequence[float],
+    backward: Sequence[float],
+    micro_batches: int,
+    transfer: Sequence[float],
+    messages: Mapping[tuple[int, int], LinkSeconds],
+) -> list[float]:
+    """End of the last backward part of every stage: followed, extrapolated or, of very many, in the steady
+    state."""
+    count = len(forward)
     if _CYCLES * count**2 > _MOST_FOLLOWED:
-        ends = _steady_ends(schedule, forward, backward, micro_batches, transfer, messages)
-        return max(end + more for end, more in zip(ends, once, strict=True))
+        return _steady_ends(schedule, forward, backward, micro_batches, transfer, messages)
     followed = min(micro_batches, max(_CYCLES * count, _FOLLOWED // count))
     ends = _last_ends(schedule, forward, backward, followed, transfer, messages)
     if followed < micro_batches:
@@ -126,7 +143,7 @@ def simulated_makespan(
         before = _last_ends(schedule, forward, backward, followed - later, transfer, messages)
         rounds = (micro_batches - followed) / later
         ends = [end + rounds * (end - earlier) for end, earlier in zip(ends, before, strict=True)]
-    return max(end + more for end, more in zip(ends, once, strict=True))
+    return ends
 
 
 def _steady_ends(

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from distgraph.passes.search.inter_op.schedule_costs import makespan, simulated_makespan
-from distgraph.plan.pipeline_schedules import GPIPE, ONE_F_ONE_B, SchedulePolicy
+from distgraph.plan.pipeline_schedules import GPIPE, ONE_F_ONE_B, ZB_H1, SchedulePolicy
 from distgraph.runtime.schedule.simulate import simulate
 from distgraph.runtime.schedule.task import pipeline
 
@@ -32,6 +32,13 @@ def test_the_simulation_is_that_of_the_runtime(policy: SchedulePolicy) -> None:
         expected = by_the_runtime(policy, forward, backward, micro_batches)
         found = simulated_makespan(policy, forward, backward, micro_batches)
         assert found == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 4), (4, 8), (24, 30)])
+def test_zero_bubble_h1_fills_in_a_third_of_the_time(stages: int, micro_batches: int) -> None:
+    found = simulated_makespan(ZB_H1, [1.0] * stages, [2.0] * stages, micro_batches)
+    # Qi et al. (2024), table 1, with parts of one length: (p - 1)(T_F + T_B - T_W)
+    assert found == pytest.approx(3.0 * micro_batches + stages - 1)
 
 
 def test_many_micro_batches_are_extrapolated_exactly() -> None:
