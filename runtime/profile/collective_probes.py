@@ -14,7 +14,7 @@ from the cache of another core takes longer.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -89,16 +89,18 @@ def axis_groups(ranks: int) -> tuple[tuple[Group, ...], ...]:
 
 
 def patterns(
-    ranks: int, limit: float = 2.0**28, *, shared: bool = False, overlapped: bool = False
+    ranks: int, limit: float = 2.0**28, *, shared: bool = False, machines: Sequence[int] = ()
 ) -> tuple[Pattern, ...]:
     """All patterns that a profile measures, small messages first.
+
+    Collectives that a program can overlap with computation are measured a second time: between machines
+    beside products, and inside a machine, where ranks share cores, without computation.
 
     Args:
         ranks: of the job.
         limit: bytes; no message is larger.
         shared: whether ranks share cores. Then all collectives are measured behind computation.
-        overlapped: whether to measure also what products do not hide of the collectives that a program can
-            overlap with computation.
+        machines: machine of every rank; by default all are on one.
     """
     work = WORK_SECONDS if shared else 0.0
     groups = axis_groups(ranks)
@@ -110,8 +112,10 @@ def patterns(
                 chosen += [Pattern(kind, (pair,), nbytes, work) for pair in sorted(pairs)]
                 continue
             chosen += [Pattern(kind, members, nbytes, work) for members in groups]
-            if overlapped and nbytes <= _MOST_OVERLAPPED and _is_awaited_later(kind):
-                chosen += [Pattern(kind, members, nbytes, overlapped=True) for members in groups]
+            for members in groups if _is_awaited_later(kind) else ():
+                between = any(len({machines[rank] for rank in group}) > 1 for group in members if machines)
+                if (between and nbytes <= _MOST_OVERLAPPED) or (shared and not between):
+                    chosen.append(Pattern(kind, members, nbytes, overlapped=between))
     return tuple(chosen)
 
 

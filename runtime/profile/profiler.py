@@ -263,10 +263,9 @@ class _Profile:
         items += [Item(p.name, partial(self.compute, p)) for p in probes()]
         if self.transport is not None:
             limit = self.cluster.devices[0].memory / 16  # two buffers of it, a few copies
-            ranks, shared = self.transport.size, self.cores.shared
-            machines = {device.machine for device in self.cluster.devices[:ranks]}
+            places = [device.machine for device in self.cluster.devices[: self.transport.size]]
             patterns = collective_probes.patterns(
-                ranks, limit, shared=shared, overlapped=shared or len(machines) > 1
+                self.transport.size, limit, shared=self.cores.shared, machines=places
             )
             items += [Item(pattern.name, partial(self.message, pattern)) for pattern in patterns]
         done = {item.name: self.rounds(item.name) for item in items}
@@ -421,17 +420,14 @@ def _tables(
 ) -> list[MeasuredTable]:
     """Tables of the collectives by their groups: the seconds behind `work` seconds of computation.
 
-    The seconds that products do not hide, if measured, become `busy`; of messages that were too large to be
-    measured beside products, the same part as of the largest that was.
+    The seconds beside products or without computation, if measured, become `busy`; of messages that were too
+    large to be measured beside products, the same part as of the largest that was.
     """
     Curve = dict[float, float]
     seconds_of: dict[tuple[str, tuple[tuple[int, ...], ...]], tuple[Curve, Curve]] = {}
     for pattern, seconds in timed:
         times, busy = seconds_of.setdefault((pattern.kind, pattern.groups), ({}, {}))
-        if pattern.overlapped:
-            busy[pattern.nbytes] = seconds
-        elif pattern.work == work:
-            times[pattern.nbytes] = seconds
+        (busy if pattern.overlapped or pattern.work < work else times)[pattern.nbytes] = seconds
     tables = []
     for (kind, groups), (times, busy) in seconds_of.items():
         device_counts = [Counter(cluster.devices[device].machine for device in group) for group in groups]

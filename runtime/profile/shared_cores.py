@@ -5,9 +5,10 @@
 *Invariant:* a rank computes as many times longer as ranks share its core, since all compute at the same time.
 A message is measured behind computation that is longer than a time slice of the scheduler, and its time is
 what it adds to the computation: ranks reach it one after the other, do not get their core back at once, and
-wait for each other. What no overlap hides is what a message adds to products that are computed between its
+wait for each other. The time without computation before it is the work of the ranks themselves, which no
+overlap hides. Of a message between machines, that is what it adds to products that are computed between its
 start and the wait for it: the processor moves its bytes, or it waits until the program comes back to it.
-`benchmarks/HISTORY.md` has the measurements behind both rules.
+`benchmarks/HISTORY.md` has the measurements behind these rules.
 """
 
 from __future__ import annotations

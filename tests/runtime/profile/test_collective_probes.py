@@ -37,15 +37,18 @@ def test_groups_of_every_mesh_axis() -> None:
     assert ((0, 1, 2), (3, 4, 5)) in groups
 
 
-@pytest.mark.parametrize(("shared", "overlapped"), [(False, False), (False, True), (True, True)])
-def test_every_collective_runs_on_every_pattern(shared: bool, overlapped: bool) -> None:
+@pytest.mark.parametrize("machines", [(0, 0, 0), (0, 1, 2)])
+@pytest.mark.parametrize("shared", [False, True])
+def test_every_collective_runs_on_every_pattern(shared: bool, machines: tuple[int, ...]) -> None:
+    """What can be awaited later is timed twice: on shared cores alone, between machines beside products."""
     transports = connect(3)
-    chosen = [p for p in patterns(3, shared=shared, overlapped=overlapped) if p.nbytes <= 4096]
+    chosen = [p for p in patterns(3, shared=shared, machines=machines) if p.nbytes <= 4096]
     assert {p.kind for p in chosen} == {*KINDS, MESSAGE_WORK}
     assert len({p.name for p in chosen}) == len(chosen)
-    assert all((p.work > 0) == (shared and not p.overlapped) for p in chosen if p.kind != MESSAGE_WORK)
-    beside = {p.kind for p in chosen if p.overlapped}
-    assert beside == ({*KINDS} - {"send", "broadcast"} if overlapped else set())
+    again = {*KINDS} - {"send", "broadcast"}
+    assert {p.kind for p in chosen if p.overlapped} == (again if machines[1] else set())
+    plain = {p.kind for p in chosen if not p.work and not p.overlapped and p.kind != MESSAGE_WORK}
+    assert plain == ({*KINDS} if not shared else set() if machines[1] else again)
 
     def rank(at: int) -> list[RunTime]:
         return [measure(transports[at], pattern, 2, shared) for pattern in chosen]
@@ -105,9 +108,12 @@ def test_collectives_become_tables_of_their_groups() -> None:
                 runs |= timed("all_reduce", groups, nbytes, [busy * factor], overlapped=True)
     runs |= timed("all_reduce", ((0, 1), (2, 3)), 2**18, [1.0], overlapped=True)  # then time was over
     runs |= timed("all_gather", ((0, 1), (2, 3)), 1024, [1.0], overlapped=True)
+    runs |= timed("reduce_scatter", ((0, 1), (2, 3)), 1024, [3e-4], work=2e-3)
+    runs |= timed("reduce_scatter", ((0, 1), (2, 3)), 1024, [1e-4])
     runs |= timed("broadcast", ((0, 1, 2, 3),), 1024, [3e-4], work=2e-3)
     found = evaluate(local_cluster(4), json.loads(json.dumps(runs)), ranks=4)
-    near, far, all_four = found.tables
+    near, far, alone, all_four = found.tables
+    assert (alone.times, alone.busy) == ((3e-4,), (1e-4,))
     assert (near.groups, near.sizes) == (((0, 1), (2, 3)), (1024, 4096, 16384, 65536))
     assert near.times == pytest.approx((1e-3, 1.2e-3, 1.6e-3, 4e-3))
     assert near.busy == pytest.approx((2e-4, 1.2e-3, 4e-4, 1e-3))
