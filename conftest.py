@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import ast
 import os
-import shutil
-import tempfile
-from functools import partial
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,12 +19,12 @@ os.environ["DISTGRAPH_CACHE"] = "off"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Where Python writes no bytecode, it is kept in a temporary folder: tests start hundreds of programs,
+    """Where Python writes no bytecode, it is kept in the cache of pytest: tests start hundreds of programs,
     and each of them would compile every module that it imports."""
-    if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
-        folder = tempfile.mkdtemp(prefix="distgraph-bytecode-")
-        os.environ["PYTHONPYCACHEPREFIX"] = folder
-        config.add_cleanup(partial(shutil.rmtree, folder, ignore_errors=True))
+    cache = getattr(config, "cache", None)  # None under -p no:cacheprovider
+    if cache is not None and os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
+        sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = str(cache.mkdir("bytecode"))
+        sys.dont_write_bytecode = False
 
 
 def imported_roots(source: str) -> set[str]:

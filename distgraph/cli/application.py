@@ -2,45 +2,67 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Annotated, Any, Final
 
 import typer
+from typer.core import TyperGroup
+from typer.main import get_command
 
 from distgraph import __version__
-from distgraph.cli.calibrate import calibrate
-from distgraph.cli.check import check
-from distgraph.cli.checkpoint import app as checkpoint_app
-from distgraph.cli.cluster import cluster
-from distgraph.cli.discover import discover
-from distgraph.cli.export import export
-from distgraph.cli.forecast import forecast
-from distgraph.cli.inspect import inspect
-from distgraph.cli.plan import plan
-from distgraph.cli.profile import profile
-from distgraph.cli.run import run
-from distgraph.cli.script_options import ARGUMENTS_OF_SCRIPT
-from distgraph.cli.tune import tune
 from distgraph.errors import DistGraphError
+
+_ARGUMENTS_OF_SCRIPT: Final = {"allow_interspersed_args": False}
+"""Options after the script belong to the script."""
+_UNKNOWN_TO_SCRIPT: Final = {"ignore_unknown_options": True}
+_COMMANDS: Final[dict[str, dict[str, Any] | None]] = {
+    "run": _ARGUMENTS_OF_SCRIPT,
+    "check": _ARGUMENTS_OF_SCRIPT,
+    "plan": _UNKNOWN_TO_SCRIPT,
+    "export": None,
+    "forecast": _UNKNOWN_TO_SCRIPT,
+    "inspect": None,
+    "discover": None,
+    "profile": None,
+    "calibrate": None,
+    "cluster": None,
+    "tune": None,
+    "checkpoint": None,
+}
+"""Name of a command and of its module -> settings of its Typer context."""
+
+
+class _Commands(TyperGroup):
+    """A group that imports the module of a command when the command is asked for.
+
+    All modules together take over a second to import, most of which a single command does not need.
+    """
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """The names of all commands, in the order of the help text."""
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The command of this name; None for an unknown one, whose error suggests a similar name."""
+        if cmd_name not in _COMMANDS:
+            self.commands = {name: self.get_command(ctx, name) for name in _COMMANDS}
+            return None
+        module = import_module(f"distgraph.cli.{cmd_name}")
+        if hasattr(module, "app"):
+            return get_command(module.app)
+        single = typer.Typer(add_completion=False)
+        single.command(cmd_name, context_settings=_COMMANDS[cmd_name])(getattr(module, cmd_name))
+        return get_command(single)
+
 
 app = typer.Typer(
     name="distgraph",
+    cls=_Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-_UNKNOWN_TO_SCRIPT = {"ignore_unknown_options": True}
-app.command(context_settings=ARGUMENTS_OF_SCRIPT)(run)
-app.command(context_settings=ARGUMENTS_OF_SCRIPT)(check)
-app.command(context_settings=_UNKNOWN_TO_SCRIPT)(plan)
-app.command()(export)
-app.command(context_settings=_UNKNOWN_TO_SCRIPT)(forecast)
-app.command()(inspect)
-app.command()(discover)
-app.command()(profile)
-app.command()(calibrate)
-app.command()(cluster)
-app.command()(tune)
-app.add_typer(checkpoint_app)
 
 
 def _show_version(requested: bool) -> None:
@@ -56,6 +78,13 @@ def common(
     ] = False,
 ) -> None:
     """Make serial programs distributed: run, check, plan, forecast, discover, profile, calibrate, tune."""
+
+
+def load_command(arguments: Sequence[str]) -> None:
+    """Import the module of the command that is called, so that this is not done while the command runs."""
+    name = next((each for each in arguments if not each.startswith("-")), "")
+    if name in _COMMANDS:
+        import_module(f"distgraph.cli.{name}")
 
 
 def main() -> None:

@@ -19,7 +19,10 @@ from distgraph.runtime.execute.checkpoint.retention import CheckpointFolder, by_
 from distgraph.serialization.documents import shown_path
 
 app = typer.Typer(
-    name="checkpoint", no_args_is_help=True, help="List, verify, show, convert and delete checkpoints."
+    name="checkpoint",
+    no_args_is_help=True,
+    add_completion=False,
+    help="List, verify, show, convert and delete checkpoints.",
 )
 _FOLDER = typer.Argument(help="Folder of a checkpoint, or a folder with checkpoints below it.")
 

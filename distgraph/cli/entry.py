@@ -49,9 +49,10 @@ def main() -> None:
 
 
 def load_application() -> ModuleType:
-    """The module of the application. It loads all of distgraph, which takes a second."""
+    """The module of the application, after that of the command that was called."""
     from distgraph.cli import application  # noqa: PLC0415
 
+    application.load_command(sys.argv[1:])
     return application
 
 

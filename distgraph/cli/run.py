@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+import distgraph
 from distgraph.cli.script_options import (
     CLUSTER,
     HOSTFILE,
@@ -17,13 +18,9 @@ from distgraph.cli.script_options import (
     refuse_option_of_script,
     split_options,
 )
-from distgraph.engine.commands.overrides import CLUSTER_VARIABLE
 from distgraph.errors import GraphError
-from distgraph.plan.plan import Plan
-from distgraph.resources import load_cluster
-from distgraph.runtime.job.job_files import PLAN_VARIABLE
+from distgraph.runtime.job.job_files import CLUSTER_VARIABLE, PLAN_VARIABLE
 from distgraph.runtime.launch.launch import launch
-from distgraph.runtime.launch.launch_hosts import launch_on_hosts
 
 LAUNCHER = typer.Option("--launcher", help="What starts ranks on several hosts: mpiexec or srun.")
 
@@ -52,16 +49,18 @@ def run(
     (plan, cluster, hosts, hostfile), left = split_options(named, args)
     needed, env, made = 1, dict(os.environ), None
     if cluster:
-        load_cluster(cluster)  # an error in the file is reported once, here, instead of by every rank
+        distgraph.load_cluster(cluster)  # reports an error in the file once, instead of on every rank
         env[CLUSTER_VARIABLE] = str(Path(cluster).resolve()) if Path(cluster).is_file() else cluster
     if plan:
-        made = Plan.load(plan)
+        made = distgraph.Plan.load(plan)
         needed, env[PLAN_VARIABLE] = max(made.ranks) + 1, str(Path(plan).resolve())
         if ranks is not None and ranks < needed:
             raise GraphError(f"run: plan {plan} needs {needed} ranks but -n is {ranks}; leave out -n")
     count, listed = needed if ranks is None else ranks, given_hosts("run", hosts, hostfile)
     if not listed:
         raise typer.Exit(launch(count, [script, *left], env=env))
+    from distgraph.runtime.launch.launch_hosts import launch_on_hosts  # noqa: PLC0415 (only for several hosts)
+
     placement = () if made is None else made.placement
     code = launch_on_hosts(
         count,

@@ -36,8 +36,6 @@ MEMORY = typer.Option("--memory", help="That a plan may use of each device, such
 DEVICES = typer.Option("--devices", help="Number of devices that a plan may use, the first of the cluster.")
 HOSTS = typer.Option("--hosts", help="Hosts and their slots, such as a:4,b:4; may follow the script.")
 HOSTFILE = typer.Option("--hostfile", help="File with a host and its slots a line; may follow the script.")
-ARGUMENTS_OF_SCRIPT = {"allow_interspersed_args": False}
-"""Typer settings of commands where options after the script belong to the script."""
 
 
 def given_hosts(command: str, text: str, path: str) -> tuple[Host, ...]:

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from distgraph.engine.commands.plan_search import with_searched_plan
 from distgraph.engine.compile.compile import compile_program
 from distgraph.engine.compile.compile_request import CompileRequest
 from distgraph.engine.compile.derived_programs import reference_of
@@ -25,6 +24,7 @@ from distgraph.errors import RuntimeFault
 from distgraph.ir.graph import Graph
 from distgraph.ir.sharding_spec import DistAttr
 from distgraph.nn import Module
+from distgraph.plan.constraints import SEARCHED
 from distgraph.plan.plan import Plan
 from distgraph.resources import Cluster
 from distgraph.runtime.execute.device import array_namespace, take_device
@@ -125,7 +125,11 @@ class Session:
 
     def _with_plan(self, unplanned: CompileRequest) -> CompileRequest:
         """The request with the plan that the mode of the strategy requires; searched at first use."""
-        request = with_searched_plan(unplanned, self.cluster)
+        request = unplanned
+        if request.training_spec.strategy.mode in SEARCHED:  # most programs search nothing
+            from distgraph.engine.commands.plan_search import with_searched_plan  # noqa: PLC0415
+
+            request = with_searched_plan(request, self.cluster)
         self.plan, self.training_spec = request.plan, request.training_spec
         whole = self._reference is not None and self.plan is not None and unplanned.size < self.plan.batch
         if request.mode == "train" and not whole and request.plan is not None:

@@ -36,6 +36,8 @@ STOPPING: Final = "stopping"
 CLOSED: Final = "closed"
 INTERRUPTED: Final = 130
 """Exit code after Ctrl-C: 128 + SIGINT."""
+CLUSTER_VARIABLE: Final = "DISTGRAPH_CLUSTER"
+"""Environment variable: resource file or shipped name for the engines of a process."""
 PLAN_VARIABLE: Final = "DISTGRAPH_PLAN"
 """Environment variable: path of a plan file for the engine that trains in a process."""
 TIMEOUT: Final = "DISTGRAPH_TIMEOUT"

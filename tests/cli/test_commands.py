@@ -233,3 +233,26 @@ def test_mistake_on_the_command_line(
     assert caught.value.code == 1
     err = capsys.readouterr().err
     assert err.rpartition("error: ")[2].startswith(message) or message in err.splitlines()[-1]
+
+
+def test_only_what_is_used_is_loaded() -> None:
+    """What `distgraph run` and its ranks import is waited for at every start of a job."""
+    code = """
+import sys
+from distgraph.cli import application
+
+application.load_command(["run", "train.py", "plan"])
+print([name for name in ("distgraph.engine", "distgraph.resources") if name in sys.modules])
+import distgraph.engine
+
+unused = "distgraph.engine.search_driver", "distgraph.runtime.profile", "scipy", "pyscipopt", "networkx"
+print([name for name in unused if name in sys.modules])
+"""
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert printed == "[]\n[]\n"
+
+
+def test_a_misspelt_command_is_answered_with_similar_ones() -> None:
+    code, output = invoke("chek", "train.py")
+    assert code == 2
+    assert "Did you mean 'check'?" in output

@@ -18,10 +18,10 @@ from support.files.command_line import SCRIPT, invoke
 from support.programs.forecasts import document
 
 import distgraph as dg
-from distgraph.engine.commands.overrides import CLUSTER_VARIABLE, giving, plan_for
+from distgraph.engine.commands.overrides import giving, plan_for
 from distgraph.plan.plan import Plan
 from distgraph.resources import load_cluster
-from distgraph.runtime.job.job_files import PLAN_VARIABLE
+from distgraph.runtime.job.job_files import CLUSTER_VARIABLE, PLAN_VARIABLE
 from distgraph.runtime.launch import launch as launcher
 
 PLAIN = SCRIPT.replace("mesh = dg.ProcessMesh.grid(dp=2, tp=2)", "mesh = None").replace('batch_axis="dp"', "")

@@ -11,10 +11,7 @@ from pathlib import Path
 from distgraph.engine.compile.training_spec import TrainingSpec
 from distgraph.plan.plan import Plan
 from distgraph.resources import Cluster, load_cluster
-from distgraph.runtime.job.job_files import PLAN_VARIABLE
-
-CLUSTER_VARIABLE = "DISTGRAPH_CLUSTER"
-"""Environment variable: resource file or shipped name for the engines of this process."""
+from distgraph.runtime.job.job_files import CLUSTER_VARIABLE, PLAN_VARIABLE
 
 _GIVEN: ContextVar[Plan | None] = ContextVar("distgraph_plan", default=None)
 _CLUSTER: ContextVar[Cluster | None] = ContextVar("distgraph_cluster", default=None)
