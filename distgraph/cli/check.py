@@ -9,8 +9,11 @@ import typer
 from distgraph.cli.script_options import (
     CLUSTER,
     PLAN,
+    PRECISION,
+    STRATEGY,
     refuse_option_of_script,
     split_options,
+    strategy_text,
 )
 from distgraph.engine.commands.inspection import check_script
 from distgraph.engine.commands.overrides import giving
@@ -26,12 +29,16 @@ def check(
     ] = 0,
     plan: Annotated[str, PLAN] = "",
     cluster: Annotated[str, CLUSTER] = "",
+    precision: Annotated[str, PRECISION] = "",
+    strategy: Annotated[str, STRATEGY] = "",
 ) -> None:
     """Compare the partitioned with the serial program of a script on the first batch, value by value."""
     if not samples:
         refuse_option_of_script("check", "--samples", script, args)
-    (plan, cluster), left = split_options({"--plan": plan, "--cluster": cluster}, args)
-    with giving(Plan.load(plan) if plan else None, load_cluster(cluster) if cluster else None):
+    named = {"--plan": plan, "--cluster": cluster, "--precision": precision, "--strategy": strategy}
+    (plan, cluster, precision, strategy), left = split_options(named, args)
+    fields = strategy_text(precision, strategy)
+    with giving(Plan.load(plan) if plan else None, load_cluster(cluster) if cluster else None, fields):
         report = check_script(script, left, samples)
     typer.echo(report)
     raise typer.Exit(0 if report.ok else 1)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from distgraph.cli.script_options import PLAN, RUNTIME
+from distgraph.cli.script_options import PLAN, PRECISION, RUNTIME, STRATEGY, strategy_text
 from distgraph.engine.commands.overrides import giving
 from distgraph.engine.commands.script_plans import forecast_script
 from distgraph.engine.compile.program_forecast import check_outputs
@@ -24,6 +24,8 @@ def forecast(
     ] = "",
     runtime: Annotated[str, RUNTIME] = "",
     plan: Annotated[str, PLAN] = "",
+    precision: Annotated[str, PRECISION] = "",
+    strategy: Annotated[str, STRATEGY] = "",
     html: Annotated[str, typer.Option("--html", help="Write a report as one offline HTML page.")] = "",
     trace: Annotated[str, typer.Option("--trace", help="Write a Chrome trace, for ui.perfetto.dev.")] = "",
     measured: Annotated[
@@ -33,7 +35,7 @@ def forecast(
 ) -> None:
     """Forecast seconds and memory of a training step on a described cluster; nothing is trained."""
     timeline = check_outputs(html or None, measured or None)
-    with giving(Plan.load(plan) if plan else None):
+    with giving(Plan.load(plan) if plan else None, strategy=strategy_text(precision, strategy)):
         result = forecast_script(script, args or (), cluster or None, runtime or None)
     typer.echo(result)
     result.write(html or None, trace or None, timeline)

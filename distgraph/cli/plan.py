@@ -16,18 +16,22 @@ from distgraph.cli.script_options import (
     LAYERS,
     MEMORY,
     MICRO_BATCHES,
+    PRECISION,
     RECOMPUTE,
     RUNTIME,
     SCHEDULE,
     STAGES,
     START,
+    STRATEGY,
     UNIFORM,
     ZERO,
     given_hosts,
     numbers_of_layers,
     recomputed_layers,
+    strategy_text,
 )
 from distgraph.engine.commands.measure_plans import measured_best
+from distgraph.engine.commands.overrides import giving
 from distgraph.engine.commands.plan_search import Progress, SearchOptions
 from distgraph.engine.commands.script_plans import plan_script
 from distgraph.errors import GraphError
@@ -61,6 +65,8 @@ def plan(
     uniform: Annotated[bool, UNIFORM] = False,
     memory: Annotated[str | None, MEMORY] = None,
     devices: Annotated[int | None, DEVICES] = None,
+    precision: Annotated[str, PRECISION] = "",
+    strategy: Annotated[str, STRATEGY] = "",
     start: Annotated[str, START] = "",
     measure: Annotated[
         int, typer.Option("--measure", help="Run so many of the best plans for some steps; keep the fastest.")
@@ -95,7 +101,8 @@ def plan(
     listed = given_hosts("plan", hosts, hostfile) if measure else ()
     if output:
         check_writable(output, GraphError)
-    with Console(stderr=True).status("tracing") as status:
+    fields = strategy_text(precision, strategy)
+    with Console(stderr=True).status("tracing") as status, giving(None, strategy=fields):
 
         def watch(progress: Progress) -> None:
             status.update(str(progress))

@@ -14,12 +14,15 @@ from distgraph.cli.script_options import (
     HOSTFILE,
     HOSTS,
     PLAN,
+    PRECISION,
+    STRATEGY,
     given_hosts,
     refuse_option_of_script,
     split_options,
+    strategy_text,
 )
 from distgraph.errors import GraphError
-from distgraph.runtime.job.job_files import CLUSTER_VARIABLE, PLAN_VARIABLE
+from distgraph.runtime.job.job_files import CLUSTER_VARIABLE, PLAN_VARIABLE, STRATEGY_VARIABLE
 from distgraph.runtime.launch.launch import launch
 
 LAUNCHER = typer.Option("--launcher", help="What starts ranks on several hosts: mpiexec or srun.")
@@ -33,6 +36,8 @@ def run(
     ] = None,
     plan: Annotated[str, PLAN] = "",
     cluster: Annotated[str, CLUSTER] = "",
+    precision: Annotated[str, PRECISION] = "",
+    strategy: Annotated[str, STRATEGY] = "",
     hosts: Annotated[str, HOSTS] = "",
     hostfile: Annotated[str, HOSTFILE] = "",
     launcher: Annotated[str, LAUNCHER] = "mpiexec",
@@ -46,11 +51,14 @@ def run(
     if ranks is None:
         refuse_option_of_script("run", "-n", script, args)
     named = {"--plan": plan, "--cluster": cluster, "--hosts": hosts, "--hostfile": hostfile}
-    (plan, cluster, hosts, hostfile), left = split_options(named, args)
+    named |= {"--precision": precision, "--strategy": strategy}
+    (plan, cluster, hosts, hostfile, precision, strategy), left = split_options(named, args)
     needed, env, made = 1, dict(os.environ), None
     if cluster:
         distgraph.load_cluster(cluster)  # reports an error in the file once, instead of on every rank
         env[CLUSTER_VARIABLE] = str(Path(cluster).resolve()) if Path(cluster).is_file() else cluster
+    if fields := strategy_text(precision, strategy):
+        env[STRATEGY_VARIABLE] = fields
     if plan:
         made = distgraph.Plan.load(plan)
         needed, env[PLAN_VARIABLE] = max(made.ranks) + 1, str(Path(plan).resolve())

@@ -36,6 +36,10 @@ MEMORY = typer.Option("--memory", help="That a plan may use of each device, such
 DEVICES = typer.Option("--devices", help="Number of devices that a plan may use, the first of the cluster.")
 HOSTS = typer.Option("--hosts", help="Hosts and their slots, such as a:4,b:4; may follow the script.")
 HOSTFILE = typer.Option("--hostfile", help="File with a host and its slots a line; may follow the script.")
+PRECISION = typer.Option("--precision", help="bf16 or fp16 to compute in 16 bits; default: the script's.")
+STRATEGY = typer.Option(
+    "--strategy", help='Fields of Strategy in place of the script\'s, such as "zero=2 mesh=dp:2,tp:2".'
+)
 
 
 def given_hosts(command: str, text: str, path: str) -> tuple[Host, ...]:
@@ -69,6 +73,22 @@ def recomputed_layers(text: str) -> bool | tuple[int, ...] | None:
     """The layers that `--recompute` names; None for an empty text. Raises GraphError: it is malformed."""
     words = {"all": True, "none": False}
     return words[text] if text in words else numbers_of_layers("--recompute", text)
+
+
+def strategy_text(precision: str, strategy: str) -> str:
+    """The fields of `--precision` and `--strategy`, checked here, before the script runs.
+
+    Raises:
+        ShardingError: a field is malformed, unknown or given twice.
+    """
+    text = f"precision={precision} {strategy}" if precision else strategy
+    if not text:  # most commands give no field and need not load what follows
+        return ""
+    from distgraph.plan.precision import precision_of  # noqa: PLC0415
+    from distgraph.plan.strategy_text import strategy_fields  # noqa: PLC0415
+
+    precision_of(strategy_fields(text).get("precision"))
+    return text
 
 
 def refuse_option_of_script(command: str, option: str, script: str, args: list[str] | None) -> None:

@@ -16,7 +16,7 @@ from distgraph.engine.callbacks import Callback, ProgressBar
 from distgraph.engine.checkpoints.checkpoint_retention import Checkpoints
 from distgraph.engine.checkpoints.loading import Loaded, blocks_of, check_records, unread_of, verify_files
 from distgraph.engine.commands.interrupt import deferred
-from distgraph.engine.commands.overrides import cluster_given, plan_for
+from distgraph.engine.commands.overrides import cluster_given, plan_for, strategy_given
 from distgraph.engine.commands.script_runner import offer_program, offer_step
 from distgraph.engine.compile.conflict_warning import warn_conflicts
 from distgraph.engine.compile.loss_scaling import SCALE
@@ -87,7 +87,8 @@ class Engine:
         plan: Plan | str | Path | None = None,
     ) -> None:
         check_parts(model, loss, optimizer, metrics, strategy, cluster, seed, plan)
-        training_spec = TrainingSpec(model, loss, optimizer, metric_names(metrics), strategy or Strategy())
+        given = strategy_given(strategy or Strategy())
+        training_spec = TrainingSpec(model, loss, optimizer, metric_names(metrics), given)
         strategy_pipeline(training_spec.strategy)  # refuses passes that do not exist or do not fit together
         self.cluster = cluster_given(cluster)
         self.seed = seed

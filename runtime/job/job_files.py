@@ -40,6 +40,8 @@ CLUSTER_VARIABLE: Final = "DISTGRAPH_CLUSTER"
 """Environment variable: resource file or shipped name for the engines of a process."""
 PLAN_VARIABLE: Final = "DISTGRAPH_PLAN"
 """Environment variable: path of a plan file for the engine that trains in a process."""
+STRATEGY_VARIABLE: Final = "DISTGRAPH_STRATEGY"
+"""Environment variable: fields of the strategies of a process, as `--strategy` takes them."""
 TIMEOUT: Final = "DISTGRAPH_TIMEOUT"
 """Environment variable: seconds that a rank waits without progress."""
 DEFAULT_TIME_LIMIT: Final = 60.0

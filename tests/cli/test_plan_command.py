@@ -21,7 +21,7 @@ import distgraph as dg
 from distgraph.engine.commands.overrides import giving, plan_for
 from distgraph.plan.plan import Plan
 from distgraph.resources import load_cluster
-from distgraph.runtime.job.job_files import CLUSTER_VARIABLE, PLAN_VARIABLE
+from distgraph.runtime.job.job_files import CLUSTER_VARIABLE, PLAN_VARIABLE, STRATEGY_VARIABLE
 from distgraph.runtime.launch import launch as launcher
 
 PLAIN = SCRIPT.replace("mesh = dg.ProcessMesh.grid(dp=2, tp=2)", "mesh = None").replace('batch_axis="dp"', "")
@@ -184,6 +184,31 @@ def test_run_hands_the_cluster_on(planned: dict[str, str], monkeypatch: pytest.M
     assert code == 1
     assert "nowhere.yaml" in output
     assert len(seen) == 3
+
+
+def test_fields_of_the_strategy_go_before_the_script_s(
+    files: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the command and in the ranks that it starts; mistakes come before the script runs."""
+    seen: list[Any] = []
+    monkeypatch.setattr(
+        "distgraph.cli.run.launch", lambda n, argv, env: seen.append((argv, env.get(STRATEGY_VARIABLE))) or 0
+    )
+    plain = files["plain"]
+    assert invoke("run", "--precision", "bf16", plain, "--strategy", "zero=2", "-x")[0] == 0
+    assert seen == [([plain, "-x"], "precision=bf16 zero=2")]
+    with giving(None, strategy="precision=bf16"):
+        assert dg.Engine(dg.nn.ReLU()).training_spec.strategy.precision == "bf16"
+    monkeypatch.setenv(STRATEGY_VARIABLE, "precision=fp16")
+    assert dg.Engine(dg.nn.ReLU()).training_spec.strategy.precision == "fp16"
+    monkeypatch.delenv(STRATEGY_VARIABLE)
+    fields = "mesh=dp:2 batch_axis=dp"
+    code, output = invoke("forecast", "--strategy", fields, "--cluster", files["boxes"], plain)
+    assert code == 0, output
+    for command in ("plan", "check", "forecast", "run"):
+        code, output = invoke(command, "--precision", "fp8", plain)
+        assert code == 1
+        assert "precision 'fp8' of Strategy does not exist" in " ".join(output.split())
 
 
 def test_the_command_s_cluster_goes_before_the_script_s(

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
+from distgraph.engine.commands.overrides import strategy_environment
 from distgraph.engine.commands.script_runner import ScriptHook, run_script
 from distgraph.errors import RuntimeFault
 from distgraph.plan.components import MeasuredPlan
@@ -82,7 +83,7 @@ def measured_seconds(plan: Plan, argv: Sequence[str], hosts: Sequence[Host] = ()
     ):
         path, result = Path(folder) / "plan.json", Path(folder) / "seconds.json"
         plan.save(path)
-        env = {**os.environ, PLAN_VARIABLE: str(path)}
+        env = {**os.environ, **strategy_environment(), PLAN_VARIABLE: str(path)}
         ranks, command = max(plan.ranks) + 1, [__file__, str(result), *argv]
         if hosts:
             code = launch_on_hosts(ranks, command, hosts, placement=plan.placement, env=env, stdout=out)

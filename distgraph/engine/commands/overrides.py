@@ -1,4 +1,4 @@
-"""The plan and the cluster that an engine is given: by its caller, or by the command that runs the script."""
+"""Plan, cluster and strategy of an engine: from its caller, or from the command that runs the script."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from pathlib import Path
 
 from distgraph.engine.compile.training_spec import TrainingSpec
 from distgraph.plan.plan import Plan
+from distgraph.plan.strategy import Strategy
+from distgraph.plan.strategy_text import with_fields
 from distgraph.resources import Cluster, load_cluster
-from distgraph.runtime.job.job_files import CLUSTER_VARIABLE, PLAN_VARIABLE
+from distgraph.runtime.job.job_files import CLUSTER_VARIABLE, PLAN_VARIABLE, STRATEGY_VARIABLE
 
 _GIVEN: ContextVar[Plan | None] = ContextVar("distgraph_plan", default=None)
 _CLUSTER: ContextVar[Cluster | None] = ContextVar("distgraph_cluster", default=None)
+_STRATEGY: ContextVar[str] = ContextVar("distgraph_strategy", default="")
 
 
 def plan_for(training_spec: TrainingSpec, own: Plan | str | Path | None) -> Plan | None:
@@ -43,12 +46,29 @@ def cluster_given(own: Cluster | str | Path | None) -> Cluster | None:
     return load_cluster(given) if isinstance(given, (str, Path)) else given
 
 
+def strategy_given(own: Strategy) -> Strategy:
+    """The strategy of an engine, with the fields that the command gives in place of its own.
+
+    Raises:
+        ShardingError: a field is malformed, or contradicts another.
+    """
+    return with_fields(own, _STRATEGY.get() or os.environ.get(STRATEGY_VARIABLE, ""))
+
+
+def strategy_environment() -> dict[str, str]:
+    """Variables by which processes that are started have the strategy fields of this command."""
+    return {STRATEGY_VARIABLE: _STRATEGY.get()} if _STRATEGY.get() else {}
+
+
 @contextmanager
-def giving(plan: Plan | None, cluster: Cluster | None = None) -> Iterator[None]:
-    """Inside, engines that train have this plan, and engines this cluster; None changes nothing."""
+def giving(plan: Plan | None, cluster: Cluster | None = None, strategy: str = "") -> Iterator[None]:
+    """Inside, engines that train have this plan, engines this cluster, and strategies these fields
+    (`strategy_fields`); None and "" change nothing."""
     plans, clusters = _GIVEN.set(plan or _GIVEN.get()), _CLUSTER.set(cluster or _CLUSTER.get())
+    strategies = _STRATEGY.set(strategy or _STRATEGY.get())
     try:
         yield
     finally:
+        _STRATEGY.reset(strategies)
         _CLUSTER.reset(clusters)
         _GIVEN.reset(plans)
