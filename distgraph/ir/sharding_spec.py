@@ -91,7 +91,8 @@ class ShardSpec:
         checked = set[str]()
         for axis in used:
             if not is_axis_name(axis):
-                raise ShardingError(f"spec {self}: {axis!r} is no axis name")
+                listed = [[*dim] if len(dim) > 1 else dim[0] if dim else None for dim in self.dims]
+                raise ShardingError(f"spec {listed}: {axis!r} is no axis name; give names of axes as texts")
             if axis in checked:
                 raise ShardingError(f"spec {self}: axis {axis!r} is used twice; an axis splits one dim only")
             checked.add(axis)

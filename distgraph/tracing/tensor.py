@@ -232,6 +232,12 @@ class Tensor(TensorOperators):
         return emit_one("argmax", self, dim=axis % self.ndim)
 
     def __bool__(self) -> bool:
+        if self.trace.numbers is not None:
+            raise GraphError(
+                f"%{self.value.name} is a tensor of a model: its number is known in eager() but not where an "
+                "engine traces the model; use dg.ops.where or dg.ops.while_loop instead of if and while, or "
+                "bool(np.asarray(tensor)) to debug"
+            )
         raise GraphError(
             f"%{self.value.name} is traced: its number is not known yet; use dg.ops.where or "
             "dg.ops.while_loop instead of if and while"

@@ -138,6 +138,10 @@ def _twice(x: Any) -> Any:
         (lambda x: dg.shard_tensor(x, axes=["dp"]), r"spec \[dp\] has 1 dims but shape \(8, 24\) has 2"),
         (lambda x: dg.shard_tensor(x, axes=["dp", "dp"]), "axis 'dp' is used twice; an axis splits one dim"),
         (_twice, r"annotated \[_, dp\] on any mesh .* but was annotated \[dp, _\] on any mesh"),
+        (
+            dg.shard_op(ops.relu, axes={"i0": (3,)}),
+            r"spec \[3, None\]: 3 is no axis name; give names of axes",
+        ),
         (dg.shard_op(ops.relu, axes={"z": "dp"}), "relu has no index 'z'; its indices are"),
         (lambda _: dg.shard_op(ops.relu), r"no mesh and no counts; give it a mesh, or counts=\(\(2, 1\)"),
         (lambda _: dg.shard_op(ops.relu, axes=["dp"]), "axes is a list but must name the index that each"),

@@ -66,12 +66,18 @@ class EagerTrace(Trace):
         self._compute(self.ops[-1], {})
         return results
 
-    def gradients(self, loss: Tensor) -> dict[str, np.ndarray]:
+    def gradients(self, loss: Any) -> dict[str, np.ndarray]:
         """Name -> gradient of a loss, for every trainable parameter that was read.
 
         Raises:
-            GraphError: the loss is no number, or an op has no gradient.
+            GraphError: the loss is no tensor of this `eager`, or not one number, or an op has no gradient.
         """
+        if not isinstance(loss, Tensor) or loss.trace is not self:
+            actual = f"%{loss.value.name} of another trace" if isinstance(loss, Tensor) else f"{loss!r}"
+            raise GraphError(
+                f"loss is {actual:.60} but gradients needs a tensor that was computed in this eager(); pass "
+                "the loss itself, not float(loss) or an array"
+            )
         learned = [op for op in self.ops if op.kind == "param" and op.attrs.get("trainable", True)]
         found = differentiate(self, loss, [Tensor(op.result, self) for op in learned])
         return {str(op.attrs["name"]): np.asarray(g) for op, g in zip(learned, found, strict=True)}
@@ -105,8 +111,11 @@ def _range(array: np.ndarray) -> str:
     if not is_float_array(array):
         return f"from {array.min()} to {array.max()}"
     wide = array.astype("f8")
-    bad = int(array.size - np.isfinite(wide).sum())
-    text = f"from {np.nanmin(wide):.6g} to {np.nanmax(wide):.6g}, mean {np.nanmean(wide):.6g}"
+    finite = wide[np.isfinite(wide)]
+    if not finite.size:
+        return f"all {array.size} not finite"
+    text = f"from {finite.min():.6g} to {finite.max():.6g}, mean {finite.mean():.6g}"
+    bad = array.size - finite.size
     return f"{text}, {bad} not finite" if bad else text
 
 

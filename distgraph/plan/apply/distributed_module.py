@@ -126,7 +126,8 @@ class DistributedModule(torch.nn.Module):  # type: ignore[misc]
         return self._local(*args, **kwargs)
 
     def rows(self, batch: Any) -> Any:
-        """The rows of a micro-batch that this rank computes: of a tensor, or of those in a tuple or dict."""
+        """The rows of a micro-batch that this rank computes: of an array of torch or NumPy, or of those in a
+        tuple or dict."""
         replicate, shard = self.mesh.get_local_rank("dp_replicate"), self.mesh.get_local_rank("dp_shard")
         number = replicate * self.mesh.size(1) + shard
         return pytree.tree_map(lambda x: self._pieces(x, self._layout.parts)[number], batch)
@@ -136,7 +137,7 @@ class DistributedModule(torch.nn.Module):  # type: ignore[misc]
 
         Args:
             inputs: of the model: a tensor, a tuple of them, or a dict by name.
-            targets: a tensor, or where the plan has one stage a tuple or dict of them.
+            targets: a tensor, or where the plan has one stage a NumPy array, or a tuple or dict of them.
             loss: (output of the model, targets) -> the mean over the samples.
 
         Returns:
@@ -172,14 +173,16 @@ class DistributedModule(torch.nn.Module):  # type: ignore[misc]
         return self.rows(pytree.tree_map(lambda x: self._pieces(x, count)[number], batch))
 
     def _pieces(self, x: Any, count: int) -> Any:
-        if not isinstance(x, torch.Tensor) or not x.ndim:
+        """Equal parts of an array of torch, NumPy or others; whatever else is in a batch belongs to each."""
+        if not getattr(x, "shape", ()):
             return [x] * count
-        if x.shape[0] % count:
+        rows, remaining = divmod(x.shape[0], count)
+        if remaining:
             raise ShardingError(
                 f"batch of {x.shape[0]} samples does not divide into {count} equal parts; the plan has "
                 f"{self.plan.micro_batches} micro-batches and {self._layout.parts} ranks that share a batch"
             )
-        return x.chunk(count)
+        return [x[number * rows : (number + 1) * rows] for number in range(count)]
 
     def _accumulate(self, pieces: Sequence[Any], loss: Callable[..., Any]) -> torch.Tensor:
         """Gradients over the micro-batches; returns this rank's part of the mean loss."""
@@ -198,6 +201,12 @@ class DistributedModule(torch.nn.Module):  # type: ignore[misc]
         """Gradients by the pipeline; returns this rank's part of the mean loss."""
         assert self._pipeline is not None
         columns = [_flat(inputs) for inputs, _ in pieces]
+        other = next((x for x in columns[0] if not isinstance(x, torch.Tensor)), None)
+        if other is not None:
+            raise ShardingError(
+                f"inputs of a pipeline have a {type(other).__name__} but torch.distributed.pipelining sends "
+                "tensors; give tensors, and keep other settings in the model"
+            )
         inputs = [torch.cat(column) for column in zip(*columns, strict=True)]
         targets = [target for _, target in pieces]
         if not all(isinstance(target, torch.Tensor) for target in targets):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -39,26 +41,40 @@ class DistributedFunction:
         self._function = function
         self._compiled: dict[Any, Any] = {}
 
-    def __call__(self, params: Any, *inputs: Any) -> Any:
+    def __call__(self, params: Any, *inputs: Any, **options: Any) -> Any:
         """What the function computes; gradients pass through it.
 
         Args:
-            params: pytree with the paths of the plan.
-            inputs: further arguments, in the order of the plan's inputs.
+            params: pytree with the paths of the plan. Leaves that are no arrays are part of the program, as
+                they are for `import_function`.
+            inputs: further arguments, in the order of the plan's inputs. Arrays on other devices are moved.
+            options: further arguments by keyword.
 
         Raises:
+            GraphError: the arguments are not those of the function.
             ShardingError: parameters have other names or shapes than in the plan.
         """
-        leaves, tree = jax.tree_util.tree_flatten((params, *inputs))
-        key = tree, tuple((np.shape(leaf), jax.numpy.result_type(leaf)) for leaf in leaves)
+        args, kwargs = self._bound(params, *inputs, **options)
+        shardings = (self.param_shardings(args[0]), *map(self._input_sharding, args[1:]))
+        named = {name: self._input_sharding(value) for name, value in kwargs.items()}
+        leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
+        arrays: list[Any] = []
+        fixed: dict[int, Any] = {}
+        for number, (leaf, sharding) in enumerate(zip(leaves, _leaves((shardings, named)), strict=True)):
+            if sharding is None:
+                fixed[number] = leaf
+            else:
+                arrays.append(jax.device_put(leaf, sharding))
+        types = tuple((array.shape, array.dtype, array.weak_type) for array in arrays)
+        key = tree, types, repr(fixed)
         if key not in self._compiled:
-            given = (self.param_shardings(params), *(self._input_sharding(x) for x in inputs))
-            self._compiled[key] = jax.jit(self._constrained, in_shardings=given)
-        return self._compiled[key](params, *inputs)
+            self._compiled[key] = jax.jit(partial(self._constrained, tree, fixed))
+        return self._compiled[key](arrays)
 
     def param_shardings(self, params: Any) -> Any:
-        """The pytree of the sharding of each parameter. Raises ShardingError as a call."""
-        return self._shardings(params, self._specs["parameters"])
+        """The pytree of the sharding of each parameter, None for leaves that are no arrays. Raises
+        ShardingError as a call."""
+        return self._shardings(params, {**self._specs["parameters"], **self._specs["states"]})
 
     def state_shardings(self, params: Any, kind: str) -> Any:
         """The pytree of the sharding of a state of each parameter.
@@ -66,14 +82,43 @@ class DistributedFunction:
         Args:
             params: the parameters, or a pytree like them.
             kind: of the state, such as "adam_m", or "momentum".
+
+        Raises:
+            ShardingError: the optimiser of the plan has no such state, or as a call.
         """
-        suffix = f".{kind}"
-        states = {n.removesuffix(suffix): s for n, s in self._specs["states"].items() if n.endswith(suffix)}
-        return self._shardings(params, states)
+        kinds: dict[str, dict[str, Any]] = {}
+        for name in self._specs["parameters"]:
+            for state, spec in self._specs["states"].items():
+                if state.startswith(f"{name}."):
+                    kinds.setdefault(state.removeprefix(f"{name}."), {})[name] = spec
+        if kind not in kinds:
+            raise ShardingError(
+                f"plan of {self.plan.program.name} has no state {kind!r} of parameters; its optimiser has "
+                f"{', '.join(kinds) or 'none'}"
+            )
+        return self._shardings(params, kinds[kind])
 
     def place(self, params: Any) -> Any:
         """The parameters as arrays that are split over the devices as planned."""
-        return jax.device_put(params, self.param_shardings(params))
+        leaves, tree = jax.tree_util.tree_flatten(params)
+        shardings = _leaves(self.param_shardings(params))
+        placed = [x if s is None else jax.device_put(x, s) for x, s in zip(leaves, shardings, strict=True)]
+        return jax.tree_util.tree_unflatten(tree, placed)
+
+    def _bound(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of the function by position, as far as it takes them so, and by keyword."""
+        try:
+            signature = inspect.signature(self._function)
+        except ValueError:  # of functions that are not written in Python
+            return args, kwargs
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise GraphError(
+                f"{_name(self._function)} is called with other arguments than it has: {error}; its arguments "
+                f"are {signature}"
+            ) from error
+        return bound.args, bound.kwargs
 
     def _input_sharding(self, inputs: Any) -> Any:
         """Inputs are split by the axes that split the samples of the plan's inputs, where these divide."""
@@ -81,6 +126,8 @@ class DistributedFunction:
         axes = tuple(axes) if isinstance(axes, list) else axes
 
         def of(leaf: Any) -> Any:
+            if not hasattr(leaf, "shape") and not isinstance(leaf, (bool, int, float, complex)):
+                return None
             names = (axes,) if isinstance(axes, str) else axes or ()
             parts = int(np.prod([self.mesh.shape[name] for name in names], dtype=int))
             split = np.ndim(leaf) and np.shape(leaf)[0] % parts == 0
@@ -91,7 +138,9 @@ class DistributedFunction:
     def _shardings(self, params: Any, specs: Mapping[str, Any]) -> Any:
         known = surface(self.plan).tensors
 
-        def of(path: Any, leaf: Any) -> NamedSharding:
+        def of(path: Any, leaf: Any) -> NamedSharding | None:
+            if not hasattr(leaf, "shape"):
+                return None
             name = ".".join(jax.tree_util.keystr((entry,), simple=True) for entry in path)
             first, lead = (name, 0) if name in specs or f"{name}.0" not in specs else (f"{name}.0", 1)
             if first not in specs:
@@ -110,11 +159,24 @@ class DistributedFunction:
 
         return jax.tree_util.tree_map_with_path(of, params)
 
-    def _constrained(self, params: Any, *inputs: Any) -> Any:
-        """The function with constraints on the results of its named scopes."""
-        closed, returned = jax.make_jaxpr(self._function, return_shape=True)(params, *inputs)
-        leaves = jax.tree_util.tree_leaves((params, *inputs))
-        results = self._evaluated(closed.jaxpr, closed.consts, leaves, ())
+    def _constrained(self, tree: Any, fixed: Mapping[int, Any], arrays: Sequence[Any]) -> Any:
+        """The function with constraints on the results of its named scopes.
+
+        Args:
+            tree: structure of (arguments by position, arguments by keyword).
+            fixed: number of a leaf -> its value, of those that are part of the program.
+            arrays: the other leaves.
+        """
+
+        def of_arrays(given: Sequence[Any]) -> Any:
+            remaining = iter(given)
+            count = len(given) + len(fixed)
+            leaves = [fixed[i] if i in fixed else next(remaining) for i in range(count)]
+            args, kwargs = jax.tree_util.tree_unflatten(tree, leaves)
+            return self._function(*args, **kwargs)
+
+        closed, returned = jax.make_jaxpr(of_arrays, return_shape=True)(arrays)
+        results = self._evaluated(closed.jaxpr, closed.consts, arrays, ())
         return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(returned), results)
 
     def _evaluated(
@@ -208,6 +270,15 @@ def apply_to_jax(plan: Plan, function: Callable[..., Any], mesh: Any = None) -> 
     if recomputed:
         notes.append(f"the plan recomputes {listed(recomputed)}: put jax.checkpoint around them")
     return DistributedFunction(plan, function, mesh, notes)
+
+
+def _leaves(shardings: Any) -> list[NamedSharding | None]:
+    """The leaves of a pytree of shardings, None being one."""
+    return list(jax.tree_util.tree_leaves(shardings, is_leaf=lambda x: x is None))
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__name__", type(function).__name__)
 
 
 def _partition(spec: Sequence[Any]) -> PartitionSpec:

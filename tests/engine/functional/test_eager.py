@@ -59,3 +59,32 @@ def test_an_input_without_numbers_and_a_tensor_that_is_only_traced() -> None:
         GraphError, match=r"its numbers are not known yet, so float\(\) .* debug in distgraph"
     ):
         dg.trace(lambda x: x * float(x), ((), "f32"))
+
+
+def test_infinite_numbers_are_shown_without_warnings(capsys: pytest.CaptureFixture[str]) -> None:
+    with dg.eager(show=True) as run:
+        x = run.input("x", np.array([np.inf, -np.inf, 1.0]))
+        x * 2 + np.nan
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0].endswith("from 2 to 2, mean 2, 2 not finite")
+    assert shown[1].endswith("all 3 not finite")
+
+
+def test_gradients_of_what_is_no_loss_of_this_run() -> None:
+    with dg.eager() as run:
+        loss = (run.input("x", np.ones(2)) ** 2).mean()
+        with pytest.raises(
+            GraphError, match=r"loss is 1.0 but gradients needs a tensor that was computed in"
+        ):
+            run.gradients(float(loss))
+    with dg.eager() as other, pytest.raises(GraphError, match=r"loss is %\d+ of another trace but"):
+        other.gradients(loss)
+
+
+def test_a_condition_is_told_that_an_engine_does_not_know_the_number() -> None:
+    with dg.eager() as run:
+        x = run.input("x", np.ones(2))
+        with pytest.raises(
+            GraphError, match=r"known in eager\(\) but not where an engine traces .*np.asarray"
+        ):
+            assert x.sum() > 0

@@ -50,6 +50,11 @@ def test_losses_are_the_serial_ones(case: str, up: list[int], results: dict[str,
     assert found["notes"] == []
 
 
+def test_arguments_on_other_devices_by_keyword_and_of_other_kinds(results: dict[str, Any]) -> None:
+    assert max(results["calls"].values()) < 1e-5
+    assert results["leaves"] == 0
+
+
 def test_too_few_devices() -> None:
     if jax.device_count() > 1:
         pytest.skip("JAX has several devices")
@@ -82,3 +87,17 @@ def test_other_parameters_are_refused() -> None:
         ShardingError, match=r"parameter tail is not in the plan of apply|parameter tail is not"
     ):
         function({"tail": other["head"]}, 0)
+
+
+def test_wrong_calls_and_unknown_states_are_named() -> None:
+    mesh = jax.sharding.Mesh(jax.devices()[:1], ("dp",))
+    function = DistributedFunction(plan_of("dp"), apply, mesh, ())
+    with pytest.raises(
+        GraphError, match=r"apply is called with other arguments .* missing .* 'x'; its argum"
+    ):
+        function(start(), y=0)
+    with pytest.raises(
+        ShardingError, match=r"has no state 'adam_m' of parameters; its optimiser has momentum"
+    ):
+        function.state_shardings(start(), "adam_m")
+    assert function.state_shardings(start(), "momentum")["head"].is_fully_replicated

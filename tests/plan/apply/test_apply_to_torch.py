@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from support.plans.exported import finish, run  # noqa: E402
 
 import distgraph as dg  # noqa: E402
 from distgraph.errors import GraphError, ResourceError, ShardingError  # noqa: E402
-from distgraph.plan.apply.module_checks import check_module  # noqa: E402
+from distgraph.plan.apply.module_checks import check_module, checksum  # noqa: E402
 from distgraph.plan.apply.stage_layouts import layouts_of  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(600)]
@@ -53,6 +54,21 @@ def test_parameters_are_stored_as_planned(results: dict[str, Any]) -> None:
     assert tensors["blocks.0.down.weight"] == [WIDTH, 4 * WIDTH // 2]
     assert whole["tokens.weight"] == states["tokens.weight"] == [VOCABULARY // 4, WIDTH]
     assert any("ZeRO-1" in note for note in results["zero1"]["notes"])
+
+
+@pytest.mark.slow
+def test_ranks_that_start_from_permuted_values_are_refused(results: dict[str, Any]) -> None:
+    refusal = results["dp_tp"]["refusal"]
+    assert re.match(r"parameter norm.weight has checksum \w{16} on one rank and \w{16} on another", refusal)
+
+
+def test_checksums_depend_on_the_order_of_elements() -> None:
+    values = torch.tensor([1.0, 2.0, 2.0, 1.0, 0.0])
+    others = [values.flip(0), values[[1, 0, 3, 2, 4]], values.double(), torch.zeros(5), values[:4]]
+    sums = [int(checksum(x)) for x in (values, *others)]
+    assert len(set(sums)) == len(sums)
+    matrix = torch.randn(3, 5, dtype=torch.bfloat16)
+    assert checksum(matrix.T) == checksum(matrix.T.contiguous()) != checksum(matrix)
 
 
 def test_an_uneven_batch_is_refused() -> None:

@@ -73,6 +73,38 @@ def train(function: Any, params: Any) -> tuple[list[float], Any]:
     return losses, params
 
 
+def calls(function: Any) -> dict[str, float]:
+    """The largest difference from the serial results, for arguments that are given in other ways."""
+    params, x = start(), batches()[0][0]
+    expected = np.asarray(apply(params, x))
+    on_third = jax.device_put(params, jax.devices()[3])
+    found = {
+        "committed": function(on_third, jax.device_put(x, jax.devices()[0])),
+        "keyword": function(params, x=x),
+        "both keywords": function(x=x, params=on_third),
+    }
+    serial = jax.grad(lambda p: apply(p, x).sum())(params)
+    split = jax.grad(lambda p: function(p, x).sum())(on_third)
+    found["gradient"] = split["head"] - serial["head"] + expected[0, 0]
+    expected_of = {"gradient": expected[0, 0]}
+    return {k: float(np.abs(np.asarray(v) - expected_of.get(k, expected)).max()) for k, v in found.items()}
+
+
+def leaves() -> float:
+    """As `calls`, for parameters among which are indices and a number."""
+
+    def scaled(params: Any, x: Any) -> Any:
+        return (x @ params["w"])[:, params["order"]] * params["factor"]
+
+    params = {"w": np.eye(WIDTH, dtype="f4"), "order": np.arange(WIDTH)[::-1].copy(), "factor": 2.0}
+    x = np.arange(ROWS * WIDTH, dtype="f4").reshape(ROWS, WIDTH)
+    model = dg.frontends.jax.import_function(scaled, params, jnp.asarray(x))
+    strategy = dg.Strategy(mesh=grid(dp=8), batch_axis="dp")
+    engine = dg.Engine(model, dg.nn.MeanSquaredError(), dg.optim.SGD(lr=0.1), strategy=strategy)
+    function = engine.prepare((x, x)).portable.apply_to_jax(scaled)
+    return float(np.abs(np.asarray(function(function.place(params), x)) - scaled(params, x)).max())
+
+
 def main() -> None:
     expected, _ = train(apply, start())
     found: dict[str, Any] = {"serial": expected}
@@ -86,6 +118,8 @@ def main() -> None:
             "constraints": text.count("sharding_constraint") + text.count("@Sharding"),
             "notes": function.notes,
         }
+    found["calls"] = calls(plan_of("dp_tp").apply_to_jax(apply))
+    found["leaves"] = leaves()
     print(json.dumps(found))
 
 
