@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -179,18 +179,20 @@ class Session:
         batch: Batch,
         scalars: Mapping[str, Any],
         recorders: Mapping[int, Recorder] | None = None,
-    ) -> dict[str, float]:
-        """Run a program whose outputs are numbers; every process gets them.
+    ) -> dict[str, Any]:
+        """Run a program whose outputs are numbers, or arrays; every process gets them.
 
         Args:
             compiled, batch, scalars: program and inputs.
             recorders: local rank -> recorder of its tasks, for a recorded step.
         """
         world, watchers = self._ready(compiled), recorders or {}
+        arrays = [label for label, value in compiled.build.lowered.outputs if value.shape]
 
-        def work(rank: int) -> dict[str, float]:
-            outputs = compiled.step(rank, batch, scalars, watchers.get(rank))
-            return {label: float(number) for label, number in outputs.items()}
+        def work(rank: int) -> tuple[dict[str, float], dict[str, list[np.ndarray]]]:
+            outputs = dict(compiled.step(rank, batch, scalars, watchers.get(rank)))
+            blocks = _copied({label: outputs.pop(label) for label in arrays if label in outputs})
+            return {label: float(number) for label, number in outputs.items()}, blocks
 
         before = compiled.updates
         try:
@@ -203,10 +205,14 @@ class Session:
             raise
         one_process = len(world.local) == world.size
         everywhere = one_process or (compiled.everywhere and len(compiled.build.ranks) == world.size)
-        numbers: dict[str, float] = {}
+        numbers: dict[str, Any] = {}
         for label, owner in compiled.owners.items():
-            local: Any = outputs.get(owner, outputs[world.local[0]]).get(label)
-            numbers[label] = local if everywhere else world.share(local, owner)
+            if label not in arrays:
+                local: Any = outputs.get(owner, outputs[world.local[0]])[0].get(label)
+                numbers[label] = local if everywhere else world.share(local, owner)
+        if arrays:
+            blocks = world.gather({rank: blocks for rank, (_, blocks) in outputs.items()})
+            numbers.update(_assembled(compiled, blocks, arrays))
         return numbers
 
     def verify_replicas(self, step: int) -> None:
@@ -246,7 +252,7 @@ class Session:
         scalars: Mapping[str, Any],
         recording: Recording,
         number: int,
-    ) -> dict[str, float]:
+    ) -> dict[str, Any]:
         """As `numbers`, with the times of all tasks on all ranks added to a recording, as step `number`."""
         local = set(self.ranks().local) & set(compiled.build.ranks)
         recorders = {rank: Recorder() for rank in sorted(local)}
@@ -257,24 +263,9 @@ class Session:
 
     def arrays(self, compiled: Compiled, batch: Batch, scalars: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """Run a program whose outputs are arrays, and assemble them from their blocks, on every process."""
-        world, graph = self._ready(compiled), compiled.build.lowered
-
-        def work(rank: int) -> dict[str, list[np.ndarray]]:
-            outputs = compiled.step(rank, batch, scalars)
-            lists = {label: got if isinstance(got, list) else [got] for label, got in outputs.items()}
-            return {label: [block.copy() for block in blocks] for label, blocks in lists.items()}
-
-        blocks_by_rank = world.gather(world.run(work))
-        outputs = {}
-        for label, value in graph.outputs:
-            attr, parts = graph.attrs[value.name], []
-            for m in range(compiled.micro_batches):
-                part = np.empty(value.shape, blocks_by_rank[attr.mesh.members[0]][label][0].dtype)
-                for rank in attr.mesh.members:
-                    part[attr.spec.slices(value.shape, attr.mesh, rank)] = blocks_by_rank[rank][label][m]
-                parts.append(part)
-            outputs[label] = np.concatenate(parts) if value.shape else np.stack(parts)
-        return outputs
+        world = self._ready(compiled)
+        blocks = world.gather(world.run(lambda rank: _copied(compiled.step(rank, batch, scalars))))
+        return _assembled(compiled, blocks, [label for label, _ in compiled.build.lowered.outputs])
 
     def _ready(self, compiled: Compiled) -> World:
         """The world, after compiling the program for every local rank."""
@@ -287,3 +278,34 @@ class Session:
             for rank, worker in sorted(compiled.workers.items()):
                 write(f"{compiled.mode}.rank-{rank}.py", worker.source)
         return world
+
+
+def _copied(outputs: Mapping[str, Any]) -> dict[str, list[np.ndarray]]:
+    """Label -> copies of the blocks of an output: of every micro-batch, or one for the step."""
+    lists = {label: got if isinstance(got, list) else [got] for label, got in outputs.items()}
+    return {label: [np.array(block) for block in blocks] for label, blocks in lists.items()}
+
+
+def _assembled(
+    compiled: Compiled, blocks: Mapping[int, Mapping[str, list[np.ndarray]]], labels: Sequence[str]
+) -> dict[str, np.ndarray]:
+    """Label -> whole array of an output; those of micro-batches follow each other along the first dim.
+
+    Args:
+        compiled: the program.
+        blocks: rank -> label -> blocks.
+        labels: of the outputs.
+    """
+    graph = compiled.build.lowered
+    outputs = {}
+    for label, value in graph.outputs:
+        if label not in labels:
+            continue
+        attr, parts = graph.attrs[value.name], []
+        for m in range(len(blocks[attr.mesh.members[0]][label])):
+            part = np.empty(value.shape, blocks[attr.mesh.members[0]][label][m].dtype)
+            for rank in attr.mesh.members:
+                part[attr.spec.slices(value.shape, attr.mesh, rank)] = blocks[rank][label][m]
+            parts.append(part)
+        outputs[label] = np.concatenate(parts) if value.shape else np.stack(parts)
+    return outputs

@@ -1,9 +1,9 @@
 """How a value of one micro-batch becomes that of the whole batch: a mean, a sum, or a concatenation.
 
-The forward part is traced for two numbers of samples. Its ops are the same; shapes and constants that differ
-tell what depends on the number. A value has an exponent k if that of n times as many samples is n ** k times
-the mean of those of the parts: 0 for a mean over the samples (a sum, times a constant that falls with their
-number), 1 for a sum. Linear ops keep it; products add exponents.
+The forward part is traced for a micro-batch and for the whole batch. Its ops are the same; shapes and
+constants that differ tell what depends on the number of samples. A value has an exponent k if that of n times
+as many samples is n ** k times the mean of those of the parts: 0 for a mean over the samples (a sum, times a
+constant that falls with their number), 1 for a sum. Linear ops keep it; products add exponents.
 
 A value whose shape grows is the rows of the parts one behind the other only if every op before it computes a
 row from the same row of its operands, which the index rules tell. Other values that grow couple samples.
@@ -23,8 +23,6 @@ from distgraph.ir.op_registry import linear_groups, rule_of
 
 SUMS = frozenset({"reduce_sum", *CONTRACTIONS})
 """Ops that sum over a dim that their result does not have."""
-FACTOR = 2
-"""Samples of the second trace for each of the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +44,13 @@ class Growth:
 FIXED, OTHER = Growth("fixed"), Growth("other")
 
 
-def growths(small: Graph, large: Graph) -> Mapping[str, Growth]:
+def growths(small: Graph, large: Graph, factor: int) -> Mapping[str, Growth]:
     """Name of a value of the small graph -> how it depends on the samples.
 
     Args:
         small: forward part for some number of samples.
-        large: the same for `FACTOR` times as many.
+        large: the same for `factor` times as many.
+        factor: from 2 up.
     """
     found: dict[str, Growth] = {}
     pairs = _pairs(small, large)
@@ -61,12 +60,12 @@ def growths(small: Graph, large: Graph) -> Mapping[str, Growth]:
         for value, wide in zip(op.operands, other.operands, strict=False):
             made, like = small.producers[value.name], large.producers[wide.name]
             if made.kind == "constant":  # which it is paired with depends on the reader
-                found[value.name] = _constant(made, like) if like.kind == "constant" else OTHER
+                found[value.name] = _constant(made, like, factor) if like.kind == "constant" else OTHER
         for number, (value, wide) in enumerate(zip(op.results, other.results, strict=True)):
             if value.shape != wide.shape:
-                found[value.name] = _grown(op, other, number, found)
+                found[value.name] = _grown(op, other, number, found, factor)
             elif not op.operands:
-                found[value.name] = _source(op, other)
+                found[value.name] = _source(op, other, factor)
             else:
                 found[value.name] = _result(op, other, found)
     return found
@@ -85,22 +84,22 @@ def _pairs(small: Graph, large: Graph) -> list[tuple[Op, Op]] | None:
     return None
 
 
-def _constant(op: Op, other: Op) -> Growth:
+def _constant(op: Op, other: Op, factor: int) -> Growth:
     same = op.result.shape == other.result.shape
-    return _source(op, other) if same else _grown(op, other, 0, {})
+    return _source(op, other, factor) if same else _grown(op, other, 0, {}, factor)
 
 
-def _grown(op: Op, other: Op, number: int, found: Mapping[str, Growth]) -> Growth:
+def _grown(op: Op, other: Op, number: int, found: Mapping[str, Growth], factor: int) -> Growth:
     """A result whose shape depends on the samples: rows, or other where samples are coupled."""
     before, after = op.results[number].shape, other.results[number].shape
     dims = [d for d, (n, m) in enumerate(zip(before, after, strict=False)) if n != m]
-    if len(before) != len(after) or len(dims) != 1 or after[dims[0]] != FACTOR * before[dims[0]]:
+    if len(before) != len(after) or len(dims) != 1 or after[dims[0]] != factor * before[dims[0]]:
         return OTHER
     (dim,) = dims
     if not op.operands:
-        return _grown_source(op, other, dim)
+        return _grown_source(op, other, dim, factor)
     operands = [found[value.name] for value in op.operands]
-    if any(g.kind in ("other", "linear") for g in operands) or _attributes_differ(op, other, dim):
+    if any(g.kind in ("other", "linear") for g in operands) or attributes_differ(op, other, dim):
         return OTHER
     power = _power(op, operands)
     return (
@@ -108,7 +107,7 @@ def _grown(op: Op, other: Op, number: int, found: Mapping[str, Growth]) -> Growt
     )
 
 
-def _grown_source(op: Op, other: Op, dim: int) -> Growth:
+def _grown_source(op: Op, other: Op, dim: int, factor: int) -> Growth:
     """A source or constant with a row for each sample: the rows must be equal, whichever the sample."""
     if op.kind == "input":
         return Growth("rows", 0, dim)
@@ -122,8 +121,8 @@ def _grown_source(op: Op, other: Op, dim: int) -> Growth:
         rows.append(value.take([0], dim))
         if not np.array_equal(value, np.broadcast_to(rows[-1], value.shape)):
             return OTHER
-    factor = _factor(*rows)
-    return Growth("rows", factor.power, dim) if factor.kind == "fixed" else OTHER
+    scale = _factor(rows[0], rows[1], factor)
+    return Growth("rows", scale.power, dim) if scale.kind == "fixed" else OTHER
 
 
 def _row_wise(op: Op, number: int, dim: int, operands: Sequence[Growth]) -> bool:
@@ -168,25 +167,27 @@ def _power(op: Op, operands: Sequence[Growth]) -> float | None:
     return None
 
 
-def _source(op: Op, other: Op) -> Growth:
+def _source(op: Op, other: Op, factor: int) -> Growth:
     """A source or constant: a factor where its numbers are a power of the number of samples."""
     before, after = op.attrs.get("value"), other.attrs.get("value")
-    return FIXED if op.kind == "input" or before is None else _factor(np.asarray(before), np.asarray(after))
+    if op.kind == "input" or before is None:
+        return FIXED
+    return _factor(np.asarray(before), np.asarray(after), factor)
 
 
-def _factor(before: np.ndarray, after: np.ndarray) -> Growth:
+def _factor(before: np.ndarray, after: np.ndarray, factor: int) -> Growth:
     if np.array_equal(before, after):
         return FIXED
     ratios = np.asarray(after, float) / np.where(before == 0, np.nan, before)
     first = float(ratios.flat[0])
     if not np.allclose(ratios, first, rtol=1e-6) or not first > 0:
         return OTHER
-    return Growth("fixed", round(math.log(first, FACTOR), 6))
+    return Growth("fixed", round(math.log(first, factor), 6))
 
 
 def _result(op: Op, other: Op, found: Mapping[str, Growth]) -> Growth:
     operands = [found[value.name] for value in op.operands]
-    if any(g.kind == "other" for g in operands) or _attributes_differ(op, other):
+    if any(g.kind == "other" for g in operands) or attributes_differ(op, other):
         return OTHER
     if all(g == FIXED for g in operands):
         return FIXED
@@ -215,8 +216,8 @@ def _summed(op: Op, other: Op, operands: Sequence[Growth]) -> Growth:
     return Growth("linear", 1 + power) if _carried_by(other, indices[0], rows) else OTHER
 
 
-def _attributes_differ(op: Op, other: Op, dim: int | None = None) -> bool:
-    """Whether attributes depend on the number of samples, other than as the length of a dim."""
+def attributes_differ(op: Op, other: Op, dim: int | None = None) -> bool:
+    """Whether attributes of two ops of one kind differ, other than in the length of a dim."""
     for key in {*op.attrs, *other.attrs} - {"salt"}:
         before, after = op.attrs.get(key), other.attrs.get(key)
         if key in ("shape", "sizes", "stops") and dim is not None and before and after:

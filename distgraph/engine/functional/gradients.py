@@ -28,18 +28,23 @@ class StepTrace:
     Attributes:
         accumulated: (tensor of one micro-batch, tensor that is averaged or summed over the samples as it is)
             -> the same of the whole batch.
+        further: (path, value of `has_aux` of one micro-batch) -> that of the whole batch, or which stands for
+            it where it has a row for each sample.
         prepare: called when the forward part is complete.
         stages: meshes of the stages behind the marked boundaries; empty where marks end layers only.
         marked: whether marks count at all.
         differentiated: names of the tensors by which the loss was differentiated.
         loss: the loss of the whole batch.
+        differentiable: whether gradients are computed; if not, the tensors themselves stand for them.
         marks: number of marked boundaries that ended a stage.
     """
 
     accumulated: Callable[[Tensor, Tensor], Tensor]
+    further: Callable[[str, Tensor], Tensor] = lambda path, x: x
     prepare: Callable[[Trace], None] = lambda trace: None
     stages: tuple[ProcessMesh, ...] = ()
     marked: bool = True
+    differentiable: bool = True
     differentiated: list[str] = field(default_factory=list)
     loss: Tensor | None = None
     marks: int = 0
@@ -102,7 +107,7 @@ def value_and_grad(function: Callable[..., Any], has_aux: bool = False) -> Calla
         gradients = dict(zip((path for path, _ in leaves(parameters)), found, strict=True))
         step.differentiated = [tensor.value.name for tensor in wrt]
         step.loss = step.accumulated(loss, loss)
-        aux = map_leaves(lambda path, leaf: step.accumulated(*[trace.tensor(leaf)] * 2), aux)
+        aux = map_leaves(lambda path, leaf: step.further(path, trace.tensor(leaf)), aux)
         trace.role, trace.placement = "optimize", None
         value = (step.loss, aux) if has_aux else step.loss
         return value, map_leaves(lambda path, leaf: gradients[path], parameters)
@@ -160,6 +165,8 @@ def _gradients(trace: Trace, loss: Tensor, wrt: list[Tensor], step: StepTrace) -
             f"%{missing.value.name} is differentiated but is no leaf of the state; pass parameters of "
             "the state to the function that grad returns"
         )
+    if not step.differentiable:
+        return wrt
     accumulated = []
     for parameter, gradient in zip(wrt, differentiate(trace, loss, wrt), strict=True):
         op = sources[parameter.value.name]

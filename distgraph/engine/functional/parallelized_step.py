@@ -69,7 +69,7 @@ class ParallelizedStep:
             batch: pytree of arrays whose first dim is the samples, the same number in every step.
 
         Returns:
-            the new state, whose leaves `numpy.asarray` gathers, and the metrics as numbers.
+            the new state, whose leaves `numpy.asarray` gathers, and the metrics as numbers and NumPy arrays.
 
         Raises:
             GraphError, ShardingError, ResourceError: the step cannot be traced or distributed.
@@ -87,7 +87,12 @@ class ParallelizedStep:
         )
         if not self._donate:
             new = map_leaves(lambda path, leaf: np.asarray(leaf), new)
-        return new, map_leaves(lambda path, label: logs[label], self._program.metrics)
+        dims = self._program.sample_dims
+        metrics = {
+            label: np.moveaxis(np.asarray(x), 0, dims[label]) if label in dims else x
+            for label, x in logs.items()
+        }
+        return new, map_leaves(lambda path, label: metrics[label], self._program.metrics)
 
     def plan(self, state: Any, batch: Any) -> PlanView:
         """The plan for such a state and batch, without running: print it, or `.portable.save(path)`."""

@@ -7,12 +7,20 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from distgraph.engine.compile.strategy_passes import strategy_pipeline
 from distgraph.engine.compile.training_spec import TrainingSpec, annotate_stored
 from distgraph.engine.data import Field
-from distgraph.engine.functional.accumulation import FACTOR, FIXED, Growth, growths
+from distgraph.engine.functional.accumulation import FIXED, Growth, growths
 from distgraph.engine.functional.gradients import StepTrace, tracing_step
 from distgraph.engine.functional.pytrees import check_same, leaves, map_leaves
+from distgraph.engine.functional.whole_batch import (
+    StepTracing,
+    check_behind,
+    depends_on_samples,
+    samples_refusal,
+)
 from distgraph.errors import GraphError
 from distgraph.ir.graph import Graph
 from distgraph.ir.mesh import ProcessMesh
@@ -51,6 +59,7 @@ class StepProgram:
         stages: meshes of the stages at the marked boundaries; empty for none.
         marked: whether marked boundaries count.
         metrics: pytree of the metrics, whose leaves are labels of outputs; known after a trace.
+        sample_dims: label of a metric that has a row for each sample, in front -> where its rows belong.
     """
 
     function: Function
@@ -60,6 +69,7 @@ class StepProgram:
     stages: tuple[ProcessMesh, ...] = ()
     marked: bool = True
     metrics: Any = None
+    sample_dims: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +90,8 @@ class StepSpec(TrainingSpec):
 
         Raises:
             GraphError: the step does not return its state, or computes no gradient; a value cannot be
-                accumulated over micro-batches; a metric or new state reads one of them; there are fewer
+                accumulated over micro-batches; a metric or new state reads one of them, or their number of
+                samples; there are fewer
                 marked boundaries than stages need; the precision is fp16.
         """
         if self.strategy.scaling is not None:
@@ -89,29 +100,36 @@ class StepSpec(TrainingSpec):
                 'scaled, so small gradients would become zero; use precision="bf16", or an Engine'
             )
         rows = next(iter(fields.values()))[0][0]
-        program = self.program
-        found: Mapping[str, Growth] = {}
-        if program.samples > rows:
-            found = growths(*(self._forward(fields, factor) for factor in (1, FACTOR)))
-        count = program.samples // rows
+        count = self.program.samples // rows
+        whole, found = self._whole(fields, count) if count > 1 else (None, {})
+        per_sample: dict[str, int] = {}
 
         def accumulated(x: Tensor, like: Tensor) -> Tensor:
             return _accumulated(x, like, found.get(like.value.name, FIXED), count)
 
+        def further(path: str, x: Tensor) -> Tensor:
+            growth = found.get(x.value.name, FIXED)
+            if growth.kind != "rows":
+                return accumulated(x, x)
+            result = x if not growth.power else x * float(count) ** growth.power
+            per_sample[result.value.name] = growth.dim
+            return result
+
         def prepare(trace: Trace) -> None:
             trace.recompute(recompute)
 
-        trace = Trace(mode)
-        trace.training = True
-        step = StepTrace(accumulated, prepare, program.stages, program.marked)
+        trace = StepTracing(mode, whole)
+        step = StepTrace(accumulated, further, prepare, self.program.stages, self.program.marked)
         with trace.activate(), tracing_step(step):
             state, metrics = self._called(trace, fields)
             assert step.loss is not None
             step.check_marks()
-            if count > 1:
-                self._check_behind(trace, state, metrics, count)
+            if whole is not None:
+                self._check_returned(trace, state, metrics, count, found, per_sample)
             self._store(trace, state)
-            outputs = {"loss": step.loss, **self._labelled(trace, metrics)}
+            outputs = {"loss": step.loss, **self._labelled(trace, metrics, per_sample)}
+            if whole is not None:
+                check_behind(trace, whole, found, count)
             annotate_stored(trace, layouts)
         self.parameters.update(trace.parameters)
         passes = strategy_pipeline(self.strategy).reaching("serial") if pruned else ()
@@ -119,16 +137,28 @@ class StepSpec(TrainingSpec):
         graph: Graph = run_passes(trace.finish(outputs), passes, context, verified=False)
         return graph
 
-    def _forward(self, fields: Mapping[str, Field], factor: int) -> Graph:
-        """What a step traces up to its gradient, for `factor` times as many samples."""
-        wide = {name: ((shape[0] * factor, *shape[1:]), dtype) for name, (shape, dtype) in fields.items()}
-        trace = Trace("forward")
-        trace.training = True
-        ops: list[Any] = []
-        step = StepTrace(_unchanged, lambda trace: ops.extend(trace.ops), (), False)
-        with trace.activate(), tracing_step(step):
-            self._called(trace, wide)
-        return Graph("forward", tuple(ops), (), ())
+    def _whole(self, fields: Mapping[str, Field], count: int) -> tuple[StepTracing, Mapping[str, Growth]]:
+        """The trace for the whole batch, and how the values of the forward part depend on the samples."""
+        forward: list[Graph] = []
+
+        def traced(factor: int) -> StepTracing:
+            wide = {n: ((shape[0] * factor, *shape[1:]), dtype) for n, (shape, dtype) in fields.items()}
+            trace = StepTracing("forward")
+
+            def prepare(trace: Trace) -> None:
+                forward.append(Graph("forward", tuple(trace.ops), (), ()))
+
+            step = StepTrace(_unchanged, prepare=prepare, marked=False, differentiable=False)
+            with trace.activate(), tracing_step(step):
+                state, metrics = self._called(trace, wide)
+                if factor > 1:
+                    self._store(trace, state)
+                    self._labelled(trace, metrics, {})
+            return trace
+
+        traced(1)
+        whole = traced(count)
+        return whole, growths(forward[0], forward[1], count)
 
     def _called(self, trace: Trace, fields: Mapping[str, Field]) -> tuple[Any, Any]:
         """State and metrics that the function returns."""
@@ -145,8 +175,19 @@ class StepSpec(TrainingSpec):
             )
         return returned
 
-    def _check_behind(self, trace: Trace, state: Any, metrics: Any, count: int) -> None:
-        """Raises GraphError where a metric or a leaf of the new state is that of one micro-batch only."""
+    def _check_returned(
+        self,
+        trace: Trace,
+        state: Any,
+        metrics: Any,
+        count: int,
+        found: Mapping[str, Growth],
+        per_sample: Mapping[str, int],
+    ) -> None:
+        """Raises GraphError where a metric or a leaf of the new state is that of one micro-batch only.
+
+        Metrics with a row for each sample may be: those of the micro-batches follow each other.
+        """
         partial: set[str] = set()
         for op in trace.ops:
             fed = op.kind == "input" and op.result.shape != ()
@@ -154,12 +195,16 @@ class StepSpec(TrainingSpec):
                 partial.update(value.name for value in op.results)
         for subject, tree in (("metric", metrics), ("new state", state)):
             for path, leaf in leaves(tree):
-                if isinstance(leaf, Tensor) and leaf.value.name in partial:
+                if not isinstance(leaf, Tensor) or (subject == "metric" and leaf.value.name in per_sample):
+                    continue
+                if leaf.value.name in partial:
                     raise GraphError(
                         f"{subject} {path or 'leaf'} is computed from the batch outside of the loss but the "
                         f"batch is split in {count} micro-batches; return it from the loss with "
                         "has_aux=True, or use micro_batches=1"
                     )
+                if depends_on_samples(trace, leaf.value.name, found):
+                    raise samples_refusal(f"{subject} {path or 'leaf'}", count)
 
     def _store(self, trace: Trace, new: Any) -> None:
         """Replace the state by the one that the function returned, at the end of the step."""
@@ -177,17 +222,25 @@ class StepSpec(TrainingSpec):
             value = value if value.dtype == tensor.dtype else value.astype(tensor.dtype)
             trace.updates.append((tensor.value.name, value.value))
 
-    def _labelled(self, trace: Trace, metrics: Any) -> dict[str, Tensor]:
-        """The metrics by label; numbers, accumulated already."""
+    def _labelled(self, trace: Trace, metrics: Any, per_sample: Mapping[str, int]) -> dict[str, Tensor]:
+        """The metrics by label: accumulated already, or per sample with the dim of the samples in front.
+
+        Args:
+            trace: of the step.
+            metrics: that it returned.
+            per_sample: name of a value of a micro-batch -> its dim of the samples.
+        """
         found: dict[str, Tensor] = {}
+        self.program.sample_dims.clear()
 
         def label(path: str, leaf: Any) -> str:
             tensor = trace.tensor(leaf)
-            if tensor.shape != ():
-                raise GraphError(
-                    f"metric {path or 'metrics'} is {tensor.value.type} but must be one number; take its mean"
-                )
             name = f"metrics.{path}" if path else "metrics"
+            dim = per_sample.get(tensor.value.name, 0)
+            if dim:
+                with trace.within(role="forward"):
+                    tensor = np.moveaxis(tensor, dim, 0)  # type: ignore[type-var]
+                self.program.sample_dims[name] = dim
             found[name] = tensor
             return name
 
@@ -214,7 +267,7 @@ def differentiated_leaves(program: StepProgram, fields: Mapping[str, Field]) -> 
     """Names of the leaves of the state by which a step differentiates its loss."""
     trace = Trace("forward")
     trace.training = True
-    step = StepTrace(_unchanged, marked=False)
+    step = StepTrace(_unchanged, marked=False, differentiable=False)
     with trace.activate(), tracing_step(step):
         inputs = {n: trace.source("input", n, shape, dtype) for n, (shape, dtype) in fields.items()}
         state = map_leaves(lambda path, leaf: trace.tensor(leaf), program.state)

@@ -95,3 +95,60 @@ def test_the_batch_is_not_read_behind_the_gradient(message: str, behind: Any) ->
     whole = dg.parallelize(step, method="data_parallel", devices=1)
     assert set(whole(START, BATCH)[1]) == {"m"}
     whole.close()
+
+
+def numbered(state: Any, batch: Any) -> Any:
+    """A step whose metrics are arrays, and that reads the number of samples outside of the loss."""
+
+    def loss_of(w: Any) -> Any:
+        y = batch["x"] @ w
+        error = y**2
+        shares = {"share": error / len(y), "turned": y.T, "most": np.argmax(y, 1)}
+        return error.sum(), {"each": error.sum(1), "mean": y.mean(0), **shares}
+
+    (loss, further), g = dg.value_and_grad(loss_of, has_aux=True)(state["w"])
+    count = len(batch["x"])
+    new = {"w": state["w"] - 0.1 * g / count, "seen": state["seen"] + batch["x"].shape[0]}
+    return new, {"loss": loss / count, "count": count, "numbers": np.arange(count), **further}
+
+
+def test_outputs_of_micro_batches_follow_each_other_and_counts_are_of_the_batch() -> None:
+    y = BATCH["x"] @ START
+    expected = {
+        "loss": (y**2).sum() / 8, "count": 8, "numbers": np.arange(8), "each": (y**2).sum(1),
+        "mean": y.mean(0), "share": y**2 / 8, "turned": y.T, "most": y.argmax(1),
+    }  # fmt: skip
+    w = START - 0.2 * BATCH["x"].T @ y / 8
+    for devices, micro_batches in ((1, 1), (1, 4), (2, 2)):
+        step = dg.parallelize(numbered, method="data_parallel", devices=devices, micro_batches=micro_batches)
+        state, metrics = step({"w": START, "seen": np.int64(5)}, BATCH)
+        assert metrics.keys() == expected.keys()
+        for name, value in expected.items():
+            np.testing.assert_allclose(metrics[name], value, rtol=0, atol=1e-12, err_msg=name)
+            assert np.shape(metrics[name]) == np.shape(value)
+        np.testing.assert_allclose(np.asarray(state["w"]), w, rtol=0, atol=1e-12)
+        assert np.asarray(state["seen"]) == 13
+        step.close()
+
+
+def _doubled(g: Any, batch: Any) -> Any:
+    return g * 2 if len(batch["x"]) > 5 else g
+
+
+NUMBERS: dict[str, tuple[Any, Any]] = {
+    "new state leaf": (lambda w, b: w * len(b["x"]), lambda w, g, before, b: before),
+    r"%\d+ multiply": (lambda w, b: w * len(b["x"]), lambda w, g, before, b: w - g * before),
+    r"%\d+ (multiply|subtract)": (lambda w, b: w, lambda w, g, before, b: w - _doubled(g, b)),
+}
+
+
+@pytest.mark.parametrize(("subject", "step"), NUMBERS.items(), ids=["state", "read", "branch"])
+def test_numbers_of_samples_that_are_not_known_are_refused(subject: str, step: Any) -> None:
+    def function(w: Any, batch: Any) -> Any:
+        before = step[0](w, batch)
+        g = dg.grad(lambda w: ((batch["x"] @ w) ** 2).mean())(w)
+        return step[1](w, g, before, batch), {}
+
+    message = subject + ".* depends on the number of samples outside of the loss .* in 2 micro-batches; read"
+    with pytest.raises(GraphError, match=message):
+        dg.parallelize(function, method="data_parallel", devices=1, micro_batches=2)(START, BATCH)
