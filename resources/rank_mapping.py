@@ -16,9 +16,6 @@ from importlib import import_module
 from typing import Literal
 
 import numpy as np
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from distgraph.errors import InfeasibleError, ResourceError
 from distgraph.resources.cluster import Cluster, Device
@@ -84,6 +81,10 @@ class RankMapping:
         """Every rank's device and why it is there: its heaviest partner, its bytes inside and across
         machines.
         """
+        from rich import box  # noqa: PLC0415 (most programs print no table)
+        from rich.console import Console  # noqa: PLC0415
+        from rich.table import Table  # noqa: PLC0415
+
         table = Table(title=self._title(), title_justify="left", box=box.ASCII)
         for heading in (
             "rank",

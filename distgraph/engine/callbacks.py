@@ -17,9 +17,6 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
 from distgraph.engine.callback_checks import check_count, check_monitor, check_place
 from distgraph.errors import NonFiniteError, RuntimeFault
 from distgraph.serialization.atomic_files import check_writable
@@ -27,6 +24,8 @@ from distgraph.serialization.documents import shown_path
 from distgraph.serialization.path_template import PathTemplate
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
     from distgraph.engine import Engine
 
 Logs = dict[str, float]
@@ -362,6 +361,31 @@ class TensorBoard(Callback):
             self._writer = None
 
 
+def _started_bar() -> Progress | None:
+    """A progress bar on standard error, or None where that is no terminal."""
+    from rich.console import Console  # noqa: PLC0415 (only the rank that shows it loads it)
+    from rich.progress import (  # noqa: PLC0415
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+    )
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        return None
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    bar = Progress(*columns, TextColumn("{task.fields[numbers]}"), console=console)
+    bar.start()
+    return bar
+
+
 class ProgressBar(Callback):
     """A bar on rank 0, where standard error is a terminal; quiet elsewhere."""
 
@@ -371,17 +395,9 @@ class ProgressBar(Callback):
         self._last_epoch = 0
 
     def on_train_begin(self, engine: Engine, last_epoch: int) -> None:
-        console = Console(stderr=True)
         self._last_epoch = last_epoch
-        if engine.is_chief and console.is_terminal:
-            columns = (
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeElapsedColumn(),
-            )
-            self._progress = Progress(*columns, TextColumn("{task.fields[numbers]}"), console=console)
-            self._progress.start()
+        if engine.is_chief:
+            self._progress = _started_bar()
 
     def on_epoch_begin(self, engine: Engine, epoch: int, batches: int) -> None:
         if self._progress is not None:

@@ -78,7 +78,7 @@ class ProcessMesh:
                 f"mesh axis names {list(names)} must be distinct identifiers of letters and digits, "
                 "other than _"
             )
-        if array.size == 0 or array.min() < 0 or np.unique(array).size != array.size:
+        if array.size == 0 or array.min() < 0 or len(set(array.flat)) != array.size:
             raise ShardingError(
                 f"mesh ranks {array.ravel().tolist()} must be distinct, non-negative and at least one"
             )

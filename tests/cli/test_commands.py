@@ -245,7 +245,7 @@ application.load_command(["run", "train.py", "plan"])
 print([name for name in ("distgraph.engine", "distgraph.resources") if name in sys.modules])
 import distgraph.engine
 
-unused = "distgraph.engine.search_driver", "distgraph.runtime.profile", "scipy", "pyscipopt", "networkx"
+unused = "distgraph.engine.search_driver", "distgraph.runtime.profile", "scipy", "numba", "rich.progress"
 print([name for name in unused if name in sys.modules])
 """
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

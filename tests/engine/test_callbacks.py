@@ -275,7 +275,7 @@ def test_progress_bar_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> Non
     shown = {}
     for terminal in (True, False):
         console = Console(file=io.StringIO(), force_terminal=terminal, width=120)
-        monkeypatch.setattr("distgraph.engine.callbacks.Console", lambda stderr, console=console: console)
+        monkeypatch.setattr("rich.console.Console", lambda stderr, console=console: console)
         engine().fit(data(16), epochs=2, batch_size=8, progress=True)
         shown[terminal] = console.file.getvalue()  # type: ignore[attr-defined]
     assert "epoch 2/2" in shown[True]
