@@ -14,6 +14,8 @@ from distgraph import nn, optim
 from distgraph.errors import GraphError
 
 torch: Any = pytest.importorskip("torch")
+from distgraph.frontends.torch.exporting import export  # noqa: E402
+
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
 F = torch.nn.functional
 
@@ -157,3 +159,20 @@ def test_what_has_no_meaning_is_refused(function: Callable[[Any, Any], Any], mes
 def test_several_inputs_are_a_tuple() -> None:
     with pytest.raises(GraphError, match=r"example_kwargs is a Tensor but must be a dict; .* as a tuple"):
         dg.frontends.torch.import_module(torch.nn.Bilinear(3, 3, 2), X, X)
+
+
+class Shifted(torch.nn.Module):  # type: ignore[misc]
+    """Adds a constant of its mode."""
+
+    def forward(self, x: Any) -> Any:
+        return x + torch.tensor([1.0, 2.0] if self.training else [2.0, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("net", "equal"),
+    [(torch.nn.Linear(2, 2), True), (torch.nn.Dropout(0.5), False), (Shifted(), False)],
+    ids=["linear", "dropout", "constant"],
+)
+def test_a_mode_that_computes_the_same_is_not_decomposed_again(net: Any, equal: bool) -> None:
+    training = export(net.train(), (torch.zeros(2, 2),), {}, None, True)
+    assert (export(net.eval(), (torch.zeros(2, 2),), {}, None, True, training) is training) == equal

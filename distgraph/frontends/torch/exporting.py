@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -52,6 +53,7 @@ class Exported:
         mutated: path of each buffer that a step changes.
         outputs: name of each output of the module, in order; None for the new value of a buffer.
         kind: "tensor" where the module returns one tensor, "tuple" or "dict".
+        captured: text of the graph and its constants before decompositions.
     """
 
     module: torch.fx.GraphModule
@@ -60,6 +62,7 @@ class Exported:
     mutated: tuple[str, ...]
     outputs: tuple[str, ...]
     kind: str
+    captured: str
 
 
 def export(
@@ -68,13 +71,15 @@ def export(
     kwargs: Mapping[str, Any],
     dynamic_shapes: Any,
     dynamic_batch: bool,
-    changed: Sequence[str] = (),
+    other: Exported | None = None,
 ) -> Exported:
     """Export a module in its present mode (training or evaluation).
 
+    Most of the time goes into decompositions, which are left out where both modes compute the same.
+
     Args:
         module, args, kwargs, dynamic_shapes, dynamic_batch: as of `import_module`.
-        changed: paths of buffers that the module changes in its other mode.
+        other: of the other mode, if there is one; it is the result where both are equal.
 
     Raises:
         GraphError: torch cannot export the module, it changes an input or a parameter, or ops have no rule.
@@ -92,6 +97,9 @@ def export(
         with warnings.catch_warnings():  # of torch, about itself
             warnings.simplefilter("ignore")
             exported = torch.export.export(module, args, dict(kwargs), dynamic_shapes=dynamic_shapes)
+            captured = _text(exported)
+            if other is not None and captured == other.captured:
+                return other
             _detach_outside_gradients(exported.graph)
             exported = exported.run_decompositions(_decompositions())
     except _FAILURES as error:
@@ -103,13 +111,28 @@ def export(
             exported.graph.erase_node(node)
     fuse_patterns(exported.graph)
     mutated = _changed_buffers(exported, type(module).__name__)
-    inputs = dict(_inputs(exported, input_names(module, args, kwargs), {*mutated, *changed}))
+    changed = {*mutated, *(other.mutated if other is not None else ())}
+    inputs = dict(_inputs(exported, input_names(module, args, kwargs), changed))
     placeholders = [node for node in exported.graph.nodes if node.op == "placeholder"]
     shapes_of = {inputs[n.name].name: n.meta["val"] for n in placeholders if inputs[n.name].kind == "input"}
     kind, names = output_names(exported.call_spec.out_spec)
-    result = Exported(exported.graph_module, inputs, shapes_of, mutated, names, kind)
+    result = Exported(exported.graph_module, inputs, shapes_of, mutated, names, kind, captured)
     check_rules(result, type(module).__name__)
     return result
+
+
+def _text(exported: Any) -> str:
+    """All graphs and constants of an exported module: equal texts compute the same."""
+    graphs = [str(part.graph) for part in exported.graph_module.modules() if hasattr(part, "graph")]
+    constants = [f"{name} {_value_text(value)}" for name, value in exported.constants.items()]
+    return "\n".join([*graphs, *constants])
+
+
+def _value_text(value: Any) -> str:
+    if not isinstance(value, torch.Tensor) or value.is_meta:
+        return repr(value)
+    data = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(data).hexdigest()}"
 
 
 def _detach_outside_gradients(graph: torch.fx.Graph) -> None:

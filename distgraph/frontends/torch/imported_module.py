@@ -114,7 +114,7 @@ def import_module(
     if any(modes.values()):
         module.eval()
         try:
-            evaluation = export(module, args, kwargs, dynamic_shapes, dynamic_batch, training.mutated)
+            evaluation = export(module, args, kwargs, dynamic_shapes, dynamic_batch, training)
         finally:
             for part, was in modes.items():
                 part.training = was
