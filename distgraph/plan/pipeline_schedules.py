@@ -132,7 +132,8 @@ class SchedulePolicy:
             at most. It may depend on the stage only by the number of stages behind it, stages - stage, and
             must not fall with that number.
         fill: share of the time of the other stages for which a step waits while the pipeline fills and
-            drains: 1 where whole micro-batches fill it. That of ZB-H1 is for three parts of equal length.
+            drains: 1 where whole micro-batches fill it. That of ZB-H1 is for three parts of equal length,
+            that of interleaved 1F1B for two chunks.
         waits_for_transfers: the transfer to the next stage is part of a stage's period, since only as many
             micro-batches are in flight as stages follow. False where enough are in flight to hide it.
         searched: the search looks for stages under this schedule (`Strategy(mode="auto")`).
@@ -262,6 +263,8 @@ GPIPE = SchedulePolicy(
 INTERLEAVED_1F1B = SchedulePolicy(
     "interleaved-1f1b",
     chunked_table=_interleaved_table,
+    fill=1 / 2,
+    substituted=True,
 )
 ZB_H1 = SchedulePolicy(
     "zb-h1",

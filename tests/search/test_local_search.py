@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from support.programs.searched import CHAIN, SECONDS, two_by_two
+from support.search.plan_training import trains_as_one_rank
 
-from distgraph.engine.search_driver.candidate import Candidate, StageChoice
+from distgraph.engine.search_driver.candidate import Candidate, StageChoice, build_candidate, plan_of
 from distgraph.engine.search_driver.evaluations import Evaluation
-from distgraph.engine.search_driver.local_search import local_search
+from distgraph.engine.search_driver.local_search import evaluate_substituted_schedules, local_search
 from distgraph.engine.search_driver.search_space import Shape
 from distgraph.engine.search_driver.search_state import SearchState
+from distgraph.plan.plan import Plan
 
 TWO = Shape((("dp", 2),))
 
@@ -48,3 +50,30 @@ def test_local_search_ends_where_the_evaluator_likes_no_neighbour_better() -> No
     assert best.micro_batches == start.micro_batches  # as fast with others, but not faster
     assert len(events) == len(evaluator.asked) - 1
     assert len({candidate.decisions for candidate in evaluator.asked}) == len(evaluator.asked)
+
+
+@dataclass
+class ByVisits(ByBorder):
+    """An evaluator by which a step is faster where stages are reached several times."""
+
+    def evaluate(self, candidate: Candidate) -> Evaluation:
+        return replace(super().evaluate(candidate), seconds=1.0 if candidate.interleaved else 2.0)
+
+
+def test_stages_are_reached_twice_where_this_is_faster() -> None:
+    evaluator = ByVisits(best_border=3)
+    state = SearchState(CHAIN.compile_request(), two_by_two(), "auto", SECONDS, evaluator=evaluator)
+    costs = state.layout_costs
+    costs.variants(2, costs.submesh((0, 1)), TWO, "none")
+    stages = (StageChoice(0, 3, (0, 1), TWO), StageChoice(3, 5, (2, 3), TWO))
+    start = Candidate("search", stages, "none", 2.0, micro_batches=2)
+    state.record(evaluator.evaluate(start))
+    list(evaluate_substituted_schedules(state))
+    assert state.best is not None
+    best = state.best.candidate
+    assert best is not None
+    assert best.schedule == "interleaved-1f1b"
+    assert [stage.devices for stage in best.stages] == [(0, 1), (2, 3), (0, 1), (2, 3)]
+    plan = Plan.parse(plan_of(build_candidate(best, costs), costs).text())
+    assert [stage.mesh.members for stage in plan.stages] == [(0, 1), (2, 3), (0, 1), (2, 3)]
+    trains_as_one_rank(CHAIN, plan)

@@ -72,6 +72,11 @@ class Candidate(Decisions):
         """A key that is the same for two candidates with the same program."""
         return *self.decided().values(), self.stages, self.restriction
 
+    @property
+    def interleaved(self) -> bool:
+        """Whether the pipeline reaches devices several times."""
+        return len({stage.devices for stage in self.stages}) < len(self.stages)
+
     def __str__(self) -> str:
         stages = ", ".join(map(str, self.stages))
         again = f", {len(self.recompute)} layers recomputed" if self.recompute else ""
@@ -344,13 +349,16 @@ def plan_of(program: BuiltCandidate, layout_costs: LayoutCosts, outline: bool = 
 
 
 def _meshes(stages: Sequence[StageChoice]) -> tuple[list[ProcessMesh], tuple[int, ...]]:
-    """A mesh a stage on consecutive ranks, and the device of every rank."""
-    meshes: list[ProcessMesh] = []
+    """A mesh a stage on consecutive ranks, the same one for stages on the same devices, and the device of
+    every rank."""
+    meshes: dict[tuple[tuple[int, ...], Shape], ProcessMesh] = {}
     devices: list[int] = []
     for stage in stages:
-        meshes.append(stage.shape.mesh(len(devices)))
-        devices += stage.devices
-    return meshes, tuple(devices)
+        key = stage.devices, stage.shape
+        if key not in meshes:
+            meshes[key] = stage.shape.mesh(len(devices))
+            devices += stage.devices
+    return [meshes[stage.devices, stage.shape] for stage in stages], tuple(devices)
 
 
 def _placements(

@@ -24,8 +24,10 @@ from distgraph.engine.search_driver.restrictions import RESTRICTION_NAMES, Restr
 from distgraph.engine.search_driver.search_space import Shape
 from distgraph.engine.search_driver.search_state import FORECASTS, Event, SearchState
 from distgraph.engine.search_driver.stage_search import PipelineEstimate, pipeline_estimate, shapes_for
+from distgraph.engine.search_driver.uniform_pipelines import interleaved
+from distgraph.errors import GraphError
 from distgraph.passes.search.inter_op.submesh_placement import SubMesh, place
-from distgraph.plan.pipeline_schedules import searched_schedules, substituted_schedules
+from distgraph.plan.pipeline_schedules import schedule_policy, searched_schedules, substituted_schedules
 
 _MOST_OPS = 30_000
 """Ops of the programs, together, that a local search builds: building takes time in proportion to them."""
@@ -33,6 +35,10 @@ _MOST_MEMORY = 1.1
 """Share of the memory that a neighbour may need by the estimate, which is above or below the forecast."""
 _MOST_STAGES = 16
 """Stages of a pipeline whose stages are reshaped, at most: longer ones have too many such neighbours."""
+_MOST_SUBSTITUTED = 2
+"""Pipelines that are forecast, at most, under a schedule for which no stages are searched."""
+_CHUNKS = 2
+"""Times that a micro-batch reaches a stage under schedules that interleave stages."""
 _LOWER_MULTIPLIERS = (0.25, 0.5)
 """Factors on memory multipliers that are tried: the multipliers of `layout_costs` are ten times apart."""
 
@@ -44,7 +50,9 @@ def local_search(state: SearchState) -> Iterator[Event]:
     candidates = (evaluation.candidate for evaluation in state.evaluations.all)
     seen = {candidate.decisions for candidate in candidates if candidate is not None}
     starts = [
-        e for e in state.evaluations.all if e.fits and e.candidate and math.isfinite(e.candidate.estimate)
+        e
+        for e in state.evaluations.all
+        if e.fits and e.candidate and math.isfinite(e.candidate.estimate) and not e.candidate.interleaved
     ]
     for start in sorted(starts, key=lambda evaluation: evaluation.seconds):
         if built_ops >= _MOST_OPS or state.expired():
@@ -65,23 +73,34 @@ def evaluate_substituted_schedules(state: SearchState) -> Iterator[Event]:
     """Pipelines under the schedules that are tried last: the fastest ones found under others, and those of
     the dynamic programme for the best micro-batch counts. Few are forecast, whose estimates are below the
     best program. None where another runtime is to execute the plan, which may not have them."""
-    if state.constraints.schedule is not None or state.runtime is not None:
-        return
-    if state.best is None or state.expired():
+    given = state.constraints.schedule
+    schedules = substituted_schedules() if given is None else ()
+    if given is not None and schedule_policy(given).chunked_table is not None:
+        schedules = (given,)  # its pipelines have one chunk on each stage until here
+    if state.runtime is not None or state.best is None or state.expired():
         return
     evaluated = {each.candidate.decisions for each in state.evaluations.all if each.candidate}
-    promising = [
-        candidate
-        for schedule in substituted_schedules()
-        for candidate in (*_substituted(state, schedule), *state.pipelines.under(schedule, FORECASTS))
-        if candidate.estimate < state.best.seconds and candidate.decisions not in evaluated
-    ]
-    foremost = sorted(promising, key=lambda candidate: candidate.estimate)
-    unique = list({candidate.decisions: candidate for candidate in foremost}.values())[:FORECASTS]
-    state.evaluations.prefetch(unique)
-    for candidate in unique:
-        if not state.expired():
-            yield state.record(state.evaluations.evaluate(candidate))
+    for schedule in schedules:
+        foremost = sorted(_under(state, schedule), key=lambda candidate: candidate.estimate)
+        unique = {each.decisions: each for each in foremost if each.decisions not in evaluated}
+        for candidate in list(unique.values())[:_MOST_SUBSTITUTED]:
+            if state.expired() or candidate.estimate > state.best.seconds:
+                break
+            try:
+                yield state.record(state.evaluations.evaluate(candidate))
+            except GraphError as error:  # such as chunks without a backward part
+                yield Event(f"left out {candidate}: {error}")
+
+
+def _under(state: SearchState, schedule: str) -> Iterator[Candidate]:
+    """Pipelines under a schedule; under one for several chunks, with two on each stage."""
+    chunked = schedule_policy(schedule).chunked_table is not None
+    if chunked and state.constraints.stage_count is not None:
+        return  # a plan counts every visit of a stage
+    for candidate in (*_substituted(state, schedule), *state.pipelines.under(schedule, FORECASTS)):
+        several = interleaved(state.layout_costs, candidate, _CHUNKS) if chunked else candidate
+        if several is not None:
+            yield several
 
 
 def _substituted(state: SearchState, schedule: str) -> Iterator[Candidate]:

@@ -100,6 +100,38 @@ def pipelines_of(layout_costs: LayoutCosts, micro_batches: int) -> Iterator[Unif
                 yield UniformPipeline(micro_batches, submesh, shape, devices, named)
 
 
+def interleaved(layout_costs: LayoutCosts, pipeline: Candidate, chunks: int) -> Candidate | None:
+    """A pipeline of equal stages that reaches each of them several times, with about the same work each time.
+
+    Args:
+        layout_costs: of the program.
+        pipeline: with one chunk on every stage.
+        chunks: layers of a stage are cut into so many.
+
+    Returns:
+        None where stages differ in size, shape or memory multiplier, or layers are too few.
+    """
+    stages, count = pipeline.stages, pipeline.micro_batches
+    submesh, model = layout_costs.submesh(stages[0].devices), stages[0]
+    if len({(layout_costs.submesh(s.devices), s.shape, s.memory_multiplier) for s in stages}) > 1:
+        return None
+    if not layout_costs.has_variants(count, submesh, model.shape, pipeline.restriction):
+        return None
+    profile = layout_costs.variants(count, submesh, model.shape, pipeline.restriction)[0].profile
+    work = profile.forward[:-1] + profile.backward[:-1]
+    runs = chunks * len(stages)
+    firsts = _divided(work, runs) if runs <= len(work) else None
+    if firsts is None:
+        return None
+    parts = enumerate(pairwise((*firsts, len(work))))
+    return replace(
+        pipeline,
+        stages=tuple(
+            replace(stages[number % len(stages)], first=first, stop=stop) for number, (first, stop) in parts
+        ),
+    )
+
+
 def _floor(layout_costs: LayoutCosts, pipeline: UniformPipeline) -> float:
     """Seconds of a step without restriction and with memory enough; of one axis, whatever its name is."""
     if layout_costs.expired():

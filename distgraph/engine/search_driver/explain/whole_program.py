@@ -19,7 +19,7 @@ from distgraph.engine.search_driver.layout_costs import LayoutCosts
 from distgraph.engine.search_driver.search_space import adjacent_counts
 from distgraph.errors import GraphError
 from distgraph.plan.decisions import Decisions
-from distgraph.plan.pipeline_schedules import searched_schedules, substituted_schedules
+from distgraph.plan.pipeline_schedules import schedule_policy, searched_schedules, substituted_schedules
 from distgraph.plan.plan import Decision
 
 
@@ -40,9 +40,13 @@ def other_choices(program: BuiltCandidate, layout_costs: LayoutCosts) -> Iterato
     """The choices that are forecast besides those of a program: another schedule of a pipeline, the adjacent
     micro-batch counts, all layers recomputed or none; not of what constraints give."""
     decisions, given = program.decisions, layout_costs.constraints.given()
-    schedules = searched_schedules() if len(program.completed.meshes) > 1 else ()
-    if schedules and layout_costs.runtime is None:
-        schedules += substituted_schedules()
+    several = len(program.completed.meshes) > 1
+    if program.candidate is not None and program.candidate.interleaved:
+        several = False  # the other schedules are for one visit of each stage
+    schedules = searched_schedules() if several else ()
+    if several and layout_costs.runtime is None:
+        last = substituted_schedules()
+        schedules += tuple(name for name in last if schedule_policy(name).chunked_table is None)
     every = layout_costs.all_layers(decisions.micro_batches)
     values: dict[str, Sequence[Any]] = {
         "schedule": [name for name in schedules if name != decisions.schedule],
