@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any, Final
 
 _PROCESS: Final = Path("/proc/self/cgroup")
+"""The control groups of the process, in lines `number:controllers:path`."""
 _MOUNT: Final = Path("/sys/fs/cgroup")
+"""Where the control groups are mounted."""
 
 
 class CoreBinding:
@@ -68,20 +70,16 @@ class CoreBinding:
             self.bound = True
 
 
-def cpu_quota(process: Path = _PROCESS, mount: Path = _MOUNT) -> tuple[str, float]:
+def cpu_quota() -> tuple[str, float]:
     """The control group with the tightest limit, and the limit in cores (seconds of CPU per second).
 
     Both versions of control groups are read: `cpu.max` of version 2, `cpu.cfs_quota_us` and
     `cpu.cfs_period_us` of version 1, in the group of the process and in all groups around it.
 
-    Args:
-        process: file that names the groups of the process, in lines `number:controllers:path`.
-        mount: folder in which the control groups are mounted.
-
     Returns: path of the group's folder and cores; `("", inf)` without a limit.
     """
     tightest = "", math.inf
-    for folder, top in _folders(process, mount):
+    for folder, top in _folders():
         for group in (folder, *folder.parents):
             cores = _cores(group)
             if cores < tightest[1]:
@@ -91,15 +89,15 @@ def cpu_quota(process: Path = _PROCESS, mount: Path = _MOUNT) -> tuple[str, floa
     return tightest
 
 
-def _folders(process: Path, mount: Path) -> list[tuple[Path, Path]]:
+def _folders() -> list[tuple[Path, Path]]:
     """Folders of the process's groups that may limit processor time, each with the root of its hierarchy."""
     folders = []
-    for line in _read(process).splitlines():
+    for line in _read(_PROCESS).splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            folders.append((mount / path.lstrip("/"), mount))
+            folders.append((_MOUNT / path.lstrip("/"), _MOUNT))
         elif "cpu" in controllers.split(","):
-            root = next((mount / name for name in (controllers, "cpu") if (mount / name).is_dir()), mount)
+            root = next((_MOUNT / name for name in (controllers, "cpu") if (_MOUNT / name).is_dir()), _MOUNT)
             folders.append((root / path.lstrip("/"), root))
     return folders
 

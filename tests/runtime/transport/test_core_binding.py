@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from distgraph.runtime.transport import core_binding
 from distgraph.runtime.transport.core_binding import CoreBinding, cpu_quota
 
 
@@ -37,9 +38,18 @@ def system(folder: Path, process: str, files: dict[str, str]) -> tuple[Path, Pat
         ("2:cpu:/gone\n", {}, "", math.inf),
     ],
 )
-def test_quota(tmp_path: Path, process: str, files: dict[str, str], group: str, cores: float) -> None:
+def test_quota(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    process: str,
+    files: dict[str, str],
+    group: str,
+    cores: float,
+) -> None:
     groups, mount = system(tmp_path, process, files)
-    assert cpu_quota(groups, mount) == (str(mount / group) if group else "", cores)
+    monkeypatch.setattr(core_binding, "_PROCESS", groups)
+    monkeypatch.setattr(core_binding, "_MOUNT", mount)
+    assert cpu_quota() == (str(mount / group) if group else "", cores)
 
 
 class Ranks:
