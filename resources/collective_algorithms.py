@@ -133,7 +133,7 @@ def _ring_algorithms(kind: str) -> Algorithms:
 
     def make(router: Router, group: Group) -> dict[str, Stages]:
         order = tuple(sorted(group))
-        stages = {"ring": _rings([(order, 0.5), (order[::-1], 0.5)], kind)}
+        stages = {"ring": _both_rings(order, kind)}
         for name, optional in _OPTIONAL:
             applied = optional(router, kind, order)
             if applied is not None:
@@ -153,6 +153,11 @@ def _rings(rings: Sequence[tuple[Sequence[int], float]], kind: str, part: float 
     share = part * COLLECTIVES[kind].sent_share(members)
     flows = tuple((a, b, weight * share) for order, weight in rings for a, b in _cycle(order))
     return (Stage(flows, (2 if kind == "all_reduce" else 1) * (members - 1)),)
+
+
+def _both_rings(group: Sequence[int], kind: str, part: float = 1.0) -> Stages:
+    """A ring in both directions, half the bytes each way."""
+    return _rings([(group, 0.5), (group[::-1], 0.5)], kind, part)
 
 
 def _chains(group: Group) -> Stages:
@@ -268,11 +273,11 @@ def _hierarchical(router: Router, kind: str, group: Group) -> Stages | None:
     rails = [tuple(part[place] for part in parts) for place in range(size)]
 
     def inside(half: str) -> Stage:
-        stages = [_best_inside(router, half, part) for part in parts]
+        stages = [(_packed(router, half, part) or _both_rings(part, half))[0] for part in parts]
         return Stage(tuple(flow for stage in stages for flow in stage.flows), stages[0].steps)
 
     def across(what: str) -> Stage:
-        stages = [_rings([(rail, 0.5), (rail[::-1], 0.5)], what, 1.0 / size)[0] for rail in rails]
+        stages = [_both_rings(rail, what, 1.0 / size)[0] for rail in rails]
         return Stage(tuple(flow for stage in stages for flow in stage.flows), stages[0].steps)
 
     if kind == "all_reduce":
@@ -280,11 +285,6 @@ def _hierarchical(router: Router, kind: str, group: Group) -> Stages | None:
     if kind == "reduce_scatter":
         return (inside(kind), across(kind))
     return (across(kind), inside(kind))
-
-
-def _best_inside(router: Router, kind: str, part: Group) -> Stage:
-    packed = _packed(router, kind, part)
-    return (packed or _rings([(part, 0.5), (part[::-1], 0.5)], kind))[0]
 
 
 def _torus(router: Router, kind: str, group: Group) -> Stages | None:
@@ -314,7 +314,7 @@ def _axis_stage(
         axis = axes[(part + at) % len(axes)]
         lines = np.moveaxis(grid, axis, -1).reshape(-1, grid.shape[axis])
         for line in lines.tolist():
-            stage = _rings([(line, 0.5), (line[::-1], 0.5)], kind, remaining)[0]
+            stage = _both_rings(line, kind, remaining)[0]
             flows.extend(stage.flows)
             steps = max(steps, stage.steps)
     return Stage(tuple(flows), steps)

@@ -17,14 +17,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from distgraph.ir.collectives import COLLECTIVES
+from distgraph.ir.float_arrays import Floats
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.resources.cluster import Cluster
 from distgraph.resources.collective_cost import held_bytes, shared_cost
 
-Floats = NDArray[np.float64]
 Groups = tuple[tuple[int, ...], ...]
 
 TIE_SECONDS = 1e-9

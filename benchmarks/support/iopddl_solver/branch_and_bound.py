@@ -19,8 +19,8 @@ from itertools import count
 import numpy as np
 
 from benchmarks.support.iopddl_solver.subproblem import Mask, PartDual, Subproblem, restrict
+from distgraph.ir.float_arrays import Floats
 from distgraph.passes.search.solver.flat_problem import Ints
-from distgraph.passes.search.solver.problem import Floats
 
 __all__ = ["Best", "Tree"]
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from benchmarks.support.iopddl_solver.branch_and_bound import Best
 from benchmarks.support.iopddl_solver.subproblem import Mask, PartDual, Subproblem, restrict
-from distgraph.passes.search.solver.problem import Floats
+from distgraph.ir.float_arrays import Floats
 
 __all__ = ["dive"]
 

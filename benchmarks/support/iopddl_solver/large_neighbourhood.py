@@ -18,8 +18,8 @@ import numpy as np
 from benchmarks.support.iopddl_solver.branch_and_bound import Best, Tree
 from benchmarks.support.iopddl_solver.diving import dive
 from benchmarks.support.iopddl_solver.subproblem import Mask, Subproblem, shrink
+from distgraph.ir.float_arrays import Floats
 from distgraph.passes.search.solver.flat_problem import Ints
-from distgraph.passes.search.solver.problem import Floats
 
 __all__ = ["Neighbourhoods"]
 

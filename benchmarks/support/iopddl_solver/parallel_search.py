@@ -10,7 +10,7 @@ import numpy as np
 from benchmarks.support.iopddl_solver.branch_and_bound import Best
 from benchmarks.support.iopddl_solver.search_process import Job, Task, Worker
 from benchmarks.support.iopddl_solver.subproblem import Mask, Subproblem, shrink
-from distgraph.passes.search.solver.problem import Floats
+from distgraph.ir.float_arrays import Floats
 from distgraph.passes.search.solver.scip_model import missing_scip
 
 __all__ = ["Team"]

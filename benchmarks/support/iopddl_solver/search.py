@@ -23,8 +23,9 @@ from benchmarks.support.iopddl_solver.large_neighbourhood import Neighbourhoods
 from benchmarks.support.iopddl_solver.parallel_search import Team
 from benchmarks.support.iopddl_solver.subproblem import PartDual, Subproblem, restrict
 from distgraph.errors import GraphError
+from distgraph.ir.float_arrays import Floats
 from distgraph.passes.search.solver.incumbent import Incumbent
-from distgraph.passes.search.solver.problem import Floats, Problem, Solution
+from distgraph.passes.search.solver.problem import Problem, Solution
 from distgraph.passes.search.solver.reduced_problem import Network
 from distgraph.passes.search.solver.reductions import reduce_network
 

@@ -23,8 +23,8 @@ import numpy as np
 from benchmarks.support.iopddl_solver.branch_and_bound import Best
 from benchmarks.support.iopddl_solver.large_neighbourhood import Neighbourhoods
 from benchmarks.support.iopddl_solver.subproblem import Mask, PartDual, Subproblem
+from distgraph.ir.float_arrays import Floats
 from distgraph.passes.search.solver.flat_problem import Ints
-from distgraph.passes.search.solver.problem import Floats
 from distgraph.passes.search.solver.scip_model import ExactModel
 
 __all__ = ["Found", "Job", "Task", "Worker"]

@@ -13,10 +13,10 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
+from distgraph.ir.float_arrays import Floats
 from distgraph.kernels._jit import exact
 from distgraph.passes.search.solver.flat_problem import Flat, Ints
 from distgraph.passes.search.solver.lagrangian_dual import Dual, Mask
-from distgraph.passes.search.solver.problem import Floats
 from distgraph.passes.search.solver.reduced_problem import Network
 
 __all__ = ["Mask", "PartDual", "Subproblem", "restrict", "shrink"]

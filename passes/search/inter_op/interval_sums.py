@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+from distgraph.ir.float_arrays import Floats
+
 Numbers = NDArray[np.int64]
 Indices = Numbers | int
 Intervals = tuple[Indices, Indices, Indices]

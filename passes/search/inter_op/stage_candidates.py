@@ -18,9 +18,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from distgraph.ir.float_arrays import Floats
 from distgraph.passes.search.inter_op.stage_costs import IntervalCosts, stage_indices
 
-Floats = NDArray[np.float64]
 Numbers = NDArray[np.int64]
 
 

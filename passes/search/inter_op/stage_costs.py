@@ -29,10 +29,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distgraph.errors import GraphError
+from distgraph.ir.float_arrays import Floats
 from distgraph.passes.search.inter_op.interval_sums import Intervals, IntervalSums, Numbers, maxima
 from distgraph.passes.search.intra_op.chosen_layouts import Profile
-
-Floats = NDArray[np.float64]
 
 _ROUNDING = 1e-12  # of the memory: differences of prefix sums are not exact
 

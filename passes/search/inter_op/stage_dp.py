@@ -26,12 +26,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+
+from distgraph.ir.float_arrays import Floats
 
 _CACHED = 1 << 16
 """Numbers that are added in one piece: their 512 KiB fit into the second-level cache of a core."""
 
-Floats = NDArray[np.float64]
 Times = Callable[[int], Floats]
 """Position from the end (1: the last stage) -> seconds [first, stop - 1, sub-mesh]; inf above the limit."""
 

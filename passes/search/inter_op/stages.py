@@ -36,14 +36,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distgraph.errors import InfeasibleError
+from distgraph.ir.float_arrays import Floats
 from distgraph.passes.search.inter_op.schedule_costs import makespan
 from distgraph.passes.search.inter_op.stage_candidates import ConfigCosts, StageCandidates
 from distgraph.passes.search.inter_op.stage_costs import IntervalCosts, RestrictedCosts, every_stage
 from distgraph.passes.search.inter_op.stage_dp import Devices, StageAssignment, StageTable
 from distgraph.passes.search.inter_op.submesh_placement import Pool, SubMesh, chains, place
 from distgraph.plan.pipeline_schedules import SchedulePolicy
-
-Floats = NDArray[np.float64]
 
 _EQUAL = 1e-12  # relative difference below which two times count as equal
 

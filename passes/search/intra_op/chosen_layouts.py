@@ -5,13 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
+from distgraph.ir.float_arrays import Floats
 from distgraph.ir.index_rule import OpLayout
 from distgraph.ir.sharding_spec import DistAttr
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)

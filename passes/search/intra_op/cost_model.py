@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distgraph.ir.dtypes import itemsize
+from distgraph.ir.float_arrays import Floats
 from distgraph.ir.graph import Op, Value
 from distgraph.ir.index_rule import OpLayout
 from distgraph.ir.mesh import ProcessMesh
@@ -51,7 +52,6 @@ from distgraph.passes.search.intra_op.strategies import (
 from distgraph.resources import Cluster, ComputeCost
 from distgraph.resources.mesh_communication import MeshCommunication
 
-Floats = NDArray[np.float64]
 Ints = NDArray[np.intp]
 Lengths = NDArray[np.int64]
 MOST_AXES = 3

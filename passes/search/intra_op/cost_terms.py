@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from distgraph.ir.dtypes import itemsize
+from distgraph.ir.float_arrays import Floats
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import ShardSpec
 from distgraph.passes.search.intra_op.cost_model import CostModel
@@ -21,7 +21,6 @@ from distgraph.passes.search.intra_op.strategies import Ints, Specs, Strategies,
 from distgraph.passes.search.layering.layer_folding import BACKWARD, FORWARD, Fold, FoldedOp, FoldedValue
 from distgraph.passes.search.layering.liveness import Lifetimes
 
-Floats = NDArray[np.float64]
 Interval = tuple[int, int, Floats]
 
 

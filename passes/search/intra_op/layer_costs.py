@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 import numpy as np
-from numpy.typing import NDArray
 
 from distgraph.ir.dtypes import itemsize
+from distgraph.ir.float_arrays import Floats
 from distgraph.ir.graph import SOURCES
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import ShardSpec
@@ -33,8 +33,6 @@ from distgraph.passes.search.layering.layer_folding import (
     Pattern,
 )
 from distgraph.passes.search.layering.liveness import Lifetimes
-
-Floats = NDArray[np.float64]
 
 
 class LayerCosts:

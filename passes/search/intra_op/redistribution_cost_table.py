@@ -25,11 +25,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distgraph.ir.collective_registry import cached_until_registration
+from distgraph.ir.float_arrays import Floats
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import ShardSpec
 from distgraph.passes.search.intra_op.redistribution_steps import LayoutTable, goal_copies, permutes, steps
 
-Floats = NDArray[np.float64]
 Ints = NDArray[np.intp]
 Axes = tuple[str, ...]
 StepSeconds = Callable[[str, Axes, Floats], Floats]

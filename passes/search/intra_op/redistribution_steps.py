@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 
 from distgraph.ir.collective_registry import BlockSizes, Space, cached_until_registration, selections
 from distgraph.ir.collectives import COLLECTIVES
+from distgraph.ir.float_arrays import Floats
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import ShardSpec
 
-Floats = NDArray[np.float64]
 Ints = NDArray[np.intp]
 Flags = NDArray[np.bool_]
 Names = NDArray[np.str_]

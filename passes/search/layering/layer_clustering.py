@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
+from distgraph.ir.float_arrays import Floats
+
 Read = tuple[int, tuple[int, ...], float]
 """A value: position of the op that produces it, ascending positions of the ops that read it, its bytes."""
 

@@ -34,9 +34,10 @@ import numpy as np
 import numpy.typing as npt
 
 from distgraph.errors import GraphError
+from distgraph.ir.float_arrays import Floats
 from distgraph.ir.graph import SOURCES, Graph, Op
 from distgraph.ir.op_registry import flops, freeze, lookup
-from distgraph.passes.search.layering.layer_clustering import Floats, Read, balanced_cuts
+from distgraph.passes.search.layering.layer_clustering import Read, balanced_cuts
 
 REST = -1
 """Layer number of ops that belong to no layer: learning rate, norm of all gradients, shared constants."""

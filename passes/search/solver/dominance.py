@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from distgraph.ir.float_arrays import Floats
 from distgraph.kernels._jit import exact
-from distgraph.passes.search.solver.problem import Floats
 from distgraph.passes.search.solver.reduced_problem import Network, Numbers
 
 __all__ = ["undominated"]

@@ -10,8 +10,8 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
+from distgraph.ir.float_arrays import Floats
 from distgraph.kernels._jit import exact
-from distgraph.passes.search.solver.problem import Floats
 from distgraph.passes.search.solver.reduced_problem import Network
 
 __all__ = ["Flat", "Ints"]

@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import numpy as np
 
+from distgraph.ir.float_arrays import Floats
 from distgraph.passes.search.solver.flat_problem import Flat
 from distgraph.passes.search.solver.lagrangian_dual import Dual
-from distgraph.passes.search.solver.problem import Floats, Problem
+from distgraph.passes.search.solver.problem import Problem
 from distgraph.passes.search.solver.reduced_problem import Network
 from distgraph.passes.search.solver.reductions import reduce_network
 

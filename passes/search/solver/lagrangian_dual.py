@@ -18,9 +18,9 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from distgraph.ir.float_arrays import Floats
 from distgraph.passes.search.solver.flat_problem import Flat, Ints
 from distgraph.passes.search.solver.message_passing import Messages
-from distgraph.passes.search.solver.problem import Floats
 
 __all__ = ["Dual"]
 

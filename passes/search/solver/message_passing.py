@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from distgraph.ir.float_arrays import Floats
 from distgraph.kernels._jit import exact
 from distgraph.passes.search.solver.flat_problem import Flat, Ints
-from distgraph.passes.search.solver.problem import Floats
 
 __all__ = ["Messages"]
 

@@ -28,10 +28,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distgraph.errors import GraphError
+from distgraph.ir.float_arrays import Floats
 
 __all__ = ["Problem", "Solution", "Status", "Use", "gap_of"]
 
-Floats = NDArray[np.float64]
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]
 
 _ROUNDING = 1e-12  # of the limit: sums of floats are not exact

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from distgraph.passes.search.solver.problem import Floats, Problem, Use
+from distgraph.ir.float_arrays import Floats
+from distgraph.passes.search.solver.problem import Problem, Use
 
 __all__ = ["Network", "Numbers"]
 

@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterable
 import numpy as np
 from numpy.typing import NDArray
 
+from distgraph.ir.float_arrays import Floats
 from distgraph.kernels._jit import exact
 from distgraph.passes.search.solver.dominance import undominated
-from distgraph.passes.search.solver.problem import Floats
 from distgraph.passes.search.solver.reduced_problem import Network, Numbers
 from distgraph.passes.search.solver.time_points import tighten
 

@@ -18,9 +18,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from distgraph.ir.float_arrays import Floats
 from distgraph.passes.search.solver.flat_problem import Flat, Ints
 from distgraph.passes.search.solver.lagrangian_dual import Dual, Mask
-from distgraph.passes.search.solver.problem import Floats
 
 __all__ = ["dive", "dive_into_neighbourhoods"]
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from distgraph.ir.float_arrays import Floats
 from distgraph.passes.search.solver.flat_problem import Flat, Ints
 from distgraph.passes.search.solver.lagrangian_dual import Dual
-from distgraph.passes.search.solver.problem import Floats
 
 __all__ = ["ExactModel", "missing_scip"]
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from distgraph.passes.search.solver.problem import Floats, Use
+from distgraph.ir.float_arrays import Floats
+from distgraph.passes.search.solver.problem import Use
 from distgraph.passes.search.solver.reduced_problem import Network, Numbers
 
 __all__ = ["tighten"]

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from distgraph.ir.collective_registry import Space
+from distgraph.ir.float_arrays import Floats
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import ShardSpec
 from distgraph.passes.redistribution.planner import redistribute_cost, step_bytes, wire_price
-from distgraph.passes.search.intra_op.redistribution_cost_table import Floats, step_graph
+from distgraph.passes.search.intra_op.redistribution_cost_table import step_graph
 from distgraph.passes.search.intra_op.redistribution_steps import LayoutTable, goal_copies, permutes, steps
 
 MESHES = [ProcessMesh.grid(a=a, b=b) for a, b in ((2, 3), (3, 2), (2, 8), (8, 2), (4, 4), (1, 6), (4, 6))]

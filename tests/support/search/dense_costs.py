@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from distgraph.errors import GraphError
+from distgraph.ir.float_arrays import Floats
 from distgraph.passes.search.inter_op.interval_sums import Numbers
 
-Floats = NDArray[np.float64]
 _ROUNDING = 1e-12  # of the memory
 
 
