@@ -13,24 +13,29 @@ from typer.main import get_command
 from distgraph import __version__
 from distgraph.errors import DistGraphError
 
-_ARGUMENTS_OF_SCRIPT: Final = {"allow_interspersed_args": False}
-"""Options after the script belong to the script."""
-_UNKNOWN_TO_SCRIPT: Final = {"ignore_unknown_options": True}
-_COMMANDS: Final[dict[str, dict[str, Any] | None]] = {
-    "run": _ARGUMENTS_OF_SCRIPT,
-    "check": _ARGUMENTS_OF_SCRIPT,
-    "plan": _UNKNOWN_TO_SCRIPT,
-    "export": None,
-    "forecast": _UNKNOWN_TO_SCRIPT,
-    "inspect": None,
-    "discover": None,
-    "profile": None,
-    "calibrate": None,
-    "cluster": None,
-    "tune": None,
-    "checkpoint": None,
+_MODULES: Final = {
+    "run": "distgraph.cli.run",
+    "check": "distgraph.cli.check",
+    "plan": "distgraph.cli.plan",
+    "export": "distgraph.cli.export",
+    "forecast": "distgraph.cli.forecast",
+    "inspect": "distgraph.cli.inspect",
+    "discover": "distgraph.cli.discover",
+    "profile": "distgraph.cli.profile",
+    "calibrate": "distgraph.cli.calibrate",
+    "cluster": "distgraph.cli.cluster",
+    "tune": "distgraph.cli.tune",
+    "checkpoint": "distgraph.cli.checkpoint",
 }
-"""Name of a command and of its module -> settings of its Typer context."""
+"""Name of a command -> the module of a function of this name, or of a Typer application `app`."""
+_OPTIONS_OF_SCRIPT: Final = {"ignore_unknown_options": True}
+_SETTINGS: Final = {  # options after the script of `run` and `check` belong to the script
+    "run": {"allow_interspersed_args": False},
+    "check": {"allow_interspersed_args": False},
+    "plan": _OPTIONS_OF_SCRIPT,
+    "forecast": _OPTIONS_OF_SCRIPT,
+}
+"""Name of a command -> settings of its Typer context."""
 
 
 class _Commands(TyperGroup):
@@ -41,18 +46,18 @@ class _Commands(TyperGroup):
 
     def list_commands(self, ctx: Any) -> list[str]:
         """The names of all commands, in the order of the help text."""
-        return list(_COMMANDS)
+        return list(_MODULES)
 
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+    def get_command(self, ctx: Any, name: str) -> Any:
         """The command of this name; None for an unknown one, whose error suggests a similar name."""
-        if cmd_name not in _COMMANDS:
-            self.commands = {name: self.get_command(ctx, name) for name in _COMMANDS}
+        if name not in _MODULES:
+            self.commands = {each: self.get_command(ctx, each) for each in _MODULES}
             return None
-        module = import_module(f"distgraph.cli.{cmd_name}")
+        module = import_module(_MODULES[name])
         if hasattr(module, "app"):
             return get_command(module.app)
         single = typer.Typer(add_completion=False)
-        single.command(cmd_name, context_settings=_COMMANDS[cmd_name])(getattr(module, cmd_name))
+        single.command(name, context_settings=_SETTINGS.get(name))(getattr(module, name))
         return get_command(single)
 
 
@@ -83,8 +88,8 @@ def common(
 def load_command(arguments: Sequence[str]) -> None:
     """Import the module of the command that is called, so that this is not done while the command runs."""
     name = next((each for each in arguments if not each.startswith("-")), "")
-    if name in _COMMANDS:
-        import_module(f"distgraph.cli.{name}")
+    if name in _MODULES:
+        import_module(_MODULES[name])
 
 
 def main() -> None:

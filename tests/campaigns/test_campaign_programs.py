@@ -21,7 +21,7 @@ from campaigns.program_trial import (
     run_trial,
     shrink,
 )
-from campaigns.programs import PARTS, Tally, Trial, Worker
+from campaigns.programs import PARTS, RANKS, Tally, Trial, Worker
 from support.files.clusters import cluster_of
 from support.programs.searched import slow
 
@@ -165,6 +165,21 @@ def _two_ranks() -> Case:
 
 
 # Programs that were found
+
+
+@pytest.mark.parametrize(
+    ("seed", "number", "searched"),
+    [
+        pytest.param(9700000, 8461, False, id="plan with a copied input"),
+        pytest.param(9700000, 98, True, id="ranks of a stage without a forecast"),
+    ],
+)
+def test_a_plan_is_made_of_any_program(seed: int, number: int, searched: bool) -> None:
+    """Also where the copy of an input stands elsewhere in the plan than in the program, and where the
+    forecast has no rank of a stage, because blocks of its mesh have unequal sizes."""
+    case = draw_case(seed, number, RANKS["searched" if searched else "process"], searched)
+    verdict = run_trial(case, References())
+    assert verdict.kind == OK, verdict.why
 
 
 class Scaled(nn.Module):

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.programs.training import engine
+from typer import Context
 from typer.main import get_command
 
 import distgraph as dg
@@ -28,7 +29,8 @@ FILES = sorted(
 
 ATTRIBUTES = vars(engine())
 FIELDS = {each.name for each in dataclasses.fields(dg.Strategy)}
-COMMANDS = set(get_command(app).commands)  # type: ignore[attr-defined]
+COMMAND_LINE: Any = get_command(app)
+COMMANDS = set(COMMAND_LINE.list_commands(Context(COMMAND_LINE)))
 
 
 def messages() -> Iterator[tuple[str, str]]:

@@ -104,9 +104,9 @@ def plan_of_graph(
         if op.name not in mesh_of:  # an op that replaces a fused op
             mesh_of[op.name] = _mesh(completed.producers[op.name])
     stages = _stages(layers, mesh_of, completed, devices)
-    _, after = spread_over_meshes(whole, mesh_of)
+    spread, after = spread_over_meshes(whole, mesh_of)
     describer = _Describer(OpPositions(serial, layers), stages, mesh_of, after, completed)
-    ops, rest = describer.ops(whole, fused)
+    ops, rest = describer.ops(whole, spread, fused)
     return Plan(
         program=program,
         cluster="" if cluster is None else cluster.name,
@@ -171,8 +171,9 @@ def estimate(plan: Plan, forecast: Forecast) -> Estimate:
     }
     return Estimate(
         seconds=forecast.step_seconds,
-        memory=tuple(  # the forecast has only some ranks of an uneven mesh
-            max(peaks[rank] for rank in stage.mesh.members if rank in peaks) for stage in plan.stages
+        memory=tuple(  # the forecast has only some of the ranks that do the same with blocks of unequal sizes
+            max([peaks[rank] for rank in stage.mesh.members if rank in peaks] or peaks.values())
+            for stage in plan.stages
         ),
         plan=plan.digest,
         shares={kind: round(share, 4) for kind, share in forecast.shares.items() if share >= 5e-5},
@@ -213,11 +214,22 @@ class _Describer:
                 tensors[str(op.attrs["name"])] = Stored(kind, self.stage_of[attr.mesh], attr.spec)
         return tensors
 
-    def ops(self, whole: Graph, decomposed: Sequence[str]) -> tuple[tuple[LayerOps, ...], Rest]:
-        """The ops of every layer, and the ops that belong to no layer."""
+    def ops(
+        self, whole: Graph, spread: Graph, decomposed: Sequence[str]
+    ) -> tuple[tuple[LayerOps, ...], Rest]:
+        """The ops of every layer, and the ops that belong to no layer.
+
+        Args:
+            whole: the serial graph after decompositions.
+            spread: that graph on several meshes, from which the plan is applied: lines have the order of its
+                ops. The copy of a source may stand elsewhere in the completed graph.
+            decomposed: names of the fused ops that are decomposed.
+        """
         fused = self._by_layer(decomposed)
         serial = self._by_layer(op.name for op in whole.ops if not is_named(op))
-        computed = self._by_layer(op.name for op in self.completed.ops if not is_named(op))
+        order = {op.name: number for number, op in enumerate(spread.ops)}
+        names = (op.name for op in self.completed.ops if not is_named(op))
+        computed = self._by_layer(sorted(names, key=lambda name: order.get(name, len(order))))
         layers = []
         for stage in self.stages:
             number = self.stage_of[stage.mesh]
