@@ -30,7 +30,7 @@ from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.op_registry import rule_of
 from distgraph.ir.sharding_spec import AxisAttr, DistAttr, OpAxes, ShardSpec
 from distgraph.passes.redistribution.tiles import without_unit_axes
-from distgraph.passes.search.intra_op.strategies import Strategies, strategies_of
+from distgraph.passes.search.intra_op.strategies import Specs, Strategies, strategies_of
 from distgraph.passes.search.layering.layer_folding import Fold, FoldedValue
 from distgraph.passes.search.layering.liveness import Lifetimes
 
@@ -80,10 +80,32 @@ class Nodes:
         pinned: index of a folded value -> its annotation on this mesh.
     """
 
-    all: tuple[Node, ...]
+    all: list[Node]
     of_op: dict[int, int]
     of_value: dict[int, int]
     pinned: dict[int, DistAttr]
+
+    def strategies(self, op: int) -> Strategies:
+        """The strategies of a folded op that computes."""
+        node = self.all[self.of_op[op]]
+        assert isinstance(node, OpNode)
+        return node.strategies
+
+    def produced(self, value: FoldedValue) -> Specs | None:
+        """The layouts of a value under every option of the op that produces it; None for a source."""
+        if value.producer not in self.of_op:
+            return None
+        return self.strategies(value.producer).result_specs[value.result]
+
+    def options(self, value: int) -> tuple[Stored, ...]:
+        """The storage options of a folded value that has a node."""
+        node = self.all[self.of_value[value]]
+        assert isinstance(node, ValueNode)
+        return node.options
+
+    def stored(self, value: int) -> Specs:
+        """The layouts of a folded value under every storage option."""
+        return tuple(spec for spec, _ in self.options(value))
 
 
 def nodes_of(fold: Fold, mesh: ProcessMesh, lifetimes: Lifetimes) -> Nodes:
@@ -92,20 +114,17 @@ def nodes_of(fold: Fold, mesh: ProcessMesh, lifetimes: Lifetimes) -> Nodes:
     Raises:
         ShardingError: annotations do not fit the mesh, or contradict each other.
     """
-    pinned = _annotations(fold, mesh)
-    nodes: list[Node] = []
-    of_op: dict[int, int] = {}
-    of_value: dict[int, int] = {}
+    nodes = Nodes([], {}, {}, _annotations(fold, mesh))
     for number, op in enumerate(fold.ops):
         if op.op.kind not in SOURCES:
-            of_op[number] = len(nodes)
-            attr, axes = pinned.get(op.results[0]), fold.graph.op_axes.get(op.op.name)
-            nodes.append(OpNode(number, _strategies(op.op, mesh, attr, axes)))
+            nodes.of_op[number] = len(nodes.all)
+            attr, axes = nodes.pinned.get(op.results[0]), fold.graph.op_axes.get(op.op.name)
+            nodes.all.append(OpNode(number, _strategies(op.op, mesh, attr, axes)))
     for number, value in enumerate(fold.values):
-        if _has_node(fold, number, value, lifetimes, pinned):
-            of_value[number] = len(nodes)
-            nodes.append(ValueNode(number, _options(fold, number, mesh, nodes, of_op, pinned)))
-    return Nodes(tuple(nodes), of_op, of_value, pinned)
+        if _has_node(fold, number, value, lifetimes, nodes.pinned):
+            nodes.of_value[number] = len(nodes.all)
+            nodes.all.append(ValueNode(number, _options(fold, number, mesh, nodes)))
+    return nodes
 
 
 def _strategies(op: Op, mesh: ProcessMesh, attr: DistAttr | None, given: OpAxes | None = None) -> Strategies:
@@ -188,32 +207,19 @@ def _has_node(
     return lifetimes.of[number].kind in ("activation", "fixed") and producer.op.kind != "accumulate"
 
 
-def _options(
-    fold: Fold,
-    number: int,
-    mesh: ProcessMesh,
-    nodes: list[Node],
-    of_op: dict[int, int],
-    pinned: dict[int, DistAttr],
-) -> tuple[Stored, ...]:
+def _options(fold: Fold, number: int, mesh: ProcessMesh, nodes: Nodes) -> tuple[Stored, ...]:
     """The options of a value's storage: see the module docstring."""
     value = fold.values[number]
-    op = fold.ops[value.producer].op
-    source = op.kind in SOURCES
-    if source:
-        produced = strategies_of(op, mesh).result_specs[0]
-    else:
-        produced = _strategies_of_node(nodes, of_op, value.producer).result_specs[value.result]
+    op, produced = fold.ops[value.producer].op, nodes.produced(value)
     readers_of: dict[ShardSpec, set[int]] = {}  # layout -> folded ops that may read the value in it
     for reader, positions in value.counts:
-        specs = _strategies_of_node(nodes, of_op, reader).operand_specs
+        specs = nodes.strategies(reader).operand_specs
         for spec in dict.fromkeys(spec for position in positions for spec in specs[position]):
             readers_of.setdefault(spec, set()).add(reader)
-    single: list[ShardSpec]
-    if number in pinned:
-        single = [pinned[number].spec]
-    elif source:
-        single = list(produced)
+    if number in nodes.pinned:
+        single = [nodes.pinned[number].spec]
+    elif produced is None:
+        single = list(strategies_of(op, mesh).result_specs[0])
     else:
         never_partial = value.leaves or value.replaces >= 0
         reduced = [spec.without_partial() for spec in produced]
@@ -223,14 +229,8 @@ def _options(
             if not spec.partial or (spec in readers_of and not never_partial)
         ]
     shared = [spec for spec, readers in readers_of.items() if len(readers) > 1 and not spec.partial]
-    copied = _with_copies(single, shared, number in pinned, op.kind == "param", len(value.readers))
+    copied = _with_copies(single, shared, number in nodes.pinned, op.kind == "param", len(value.readers))
     return (*((spec, None) for spec in single), *copied)
-
-
-def _strategies_of_node(nodes: list[Node], of_op: dict[int, int], op: int) -> Strategies:
-    node = nodes[of_op[op]]
-    assert isinstance(node, OpNode)
-    return node.strategies
 
 
 def _with_copies(

@@ -29,19 +29,12 @@ class ValueSpecs:
 
     def produced(self, value: FoldedValue) -> ShardSpec | None:
         """The layout in which its op produces a value; None for a source."""
-        index = self.nodes.of_op.get(value.producer)
-        if index is None:
-            return None
-        node = self.nodes.all[index]
-        assert isinstance(node, OpNode)
-        return node.strategies.result_specs[value.result][self.choice[index]]
+        produced = self.nodes.produced(value)
+        return None if produced is None else produced[self.choice[self.nodes.of_op[value.producer]]]
 
     def read(self, op: int, position: int) -> ShardSpec:
         """The layout in which a folded op reads an operand."""
-        index = self.nodes.of_op[op]
-        node = self.nodes.all[index]
-        assert isinstance(node, OpNode)
-        return node.strategies.operand_specs[position][self.choice[index]]
+        return self.nodes.strategies(op).operand_specs[position][self.choice[self.nodes.of_op[op]]]
 
     def stored(self, number: int) -> ShardSpec:
         """The layout in which a folded value is stored.
@@ -49,12 +42,9 @@ class ValueSpecs:
         A value with one reader is stored in the layout in which it is read, so that its collective starts
         early. The new value of a parameter is stored in the layout of the parameter.
         """
-        index = self.nodes.of_value.get(number)
         value = self.fold.values[number]
-        if index is not None:
-            node = self.nodes.all[index]
-            assert isinstance(node, ValueNode)
-            return node.options[self.choice[index]][0]
+        if number in self.nodes.of_value:
+            return self.nodes.options(number)[self.choice[self.nodes.of_value[number]]][0]
         if value.replaces >= 0:
             return self.stored(value.replaces)
         produced = self.produced(value)
@@ -73,13 +63,10 @@ def decode_choice(fold: Fold, nodes: Nodes, mesh: ProcessMesh, choice: Sequence[
         values.update(dict.fromkeys(value.members, attr))
     ops: dict[str, OpLayout] = {}
     for number, op in enumerate(fold.ops):
-        index = nodes.of_op.get(number)
-        if index is None or op.op.kind == "reshard":
+        if number not in nodes.of_op or op.op.kind == "reshard":
             layout = follow(op.op, values[op.op.name])
         else:
-            node = nodes.all[index]
-            assert isinstance(node, OpNode)
-            layout = node.strategies.layout(mesh, choice[index])
+            layout = nodes.strategies(number).layout(mesh, choice[nodes.of_op[number]])
         ops.update(dict.fromkeys(op.members, layout))
     return Layouts(ops, values)
 

@@ -25,8 +25,7 @@ ops read the parameter. A reduce_scatter is an S that is split over the axis of 
 
 The memory multiplier also counts copies that have no node: a copy of a parameter lasts for the step, and a
 copy of an activation that both parts read lasts until the backward part (counted where the forward part may
-read the same layout, an upper bound). The memory limit does not include copies without a node; `profile`
-counts all copies.
+read the same layout, an upper bound). `profile` counts all copies.
 
 Lifetimes are those of the runtime (see `liveness`); activations count for one micro-batch.
 
@@ -53,7 +52,7 @@ from distgraph.passes.search.intra_op.layer_costs import LayerCosts
 from distgraph.passes.search.layering.layer_folding import Fold, fold
 from distgraph.passes.search.layering.layer_sequence import Layering
 from distgraph.passes.search.layering.liveness import Lifetimes
-from distgraph.passes.search.solver.problem import Problem, Use
+from distgraph.passes.search.solver.problem import Problem
 
 __all__ = ["Decision", "Formulation", "Layouts", "Profile", "formulate"]
 
@@ -66,7 +65,6 @@ class Formulation:
         graph, mesh: the arguments of `formulate`.
         cost_model: seconds of ops and changes of layout.
         fold, nodes, lifetimes, term_builder: what the problem is computed from; its node i is `nodes.all[i]`.
-        memory_limit: bytes that a rank may use; None for no limit.
         memory_multiplier: seconds that a byte costs if it is occupied for the whole step.
     """
 
@@ -77,7 +75,6 @@ class Formulation:
     nodes: Nodes = field(repr=False)
     lifetimes: Lifetimes = field(repr=False)
     term_builder: TermBuilder = field(repr=False)
-    memory_limit: float | None = None
     memory_multiplier: float = 0.0
 
     @cached_property
@@ -86,7 +83,7 @@ class Formulation:
 
         It is computed on first use: the profile of a choice needs far fewer costs.
         """
-        return _problem(self.fold, self.nodes, self.cost_terms, self.memory_limit, self.memory_multiplier)
+        return _problem(self.fold, self.nodes, self.cost_terms, self.memory_multiplier)
 
     @property
     def cost_terms(self) -> Terms:
@@ -146,11 +143,9 @@ class Formulation:
                 return node
         raise GraphError(f"graph @{self.graph.name}: nothing is decided about %{name.removeprefix('%')}")
 
-    def with_memory(
-        self, *, memory_limit: float | None = None, memory_multiplier: float = 0.0
-    ) -> Formulation:
-        """This formulation with another memory limit and multiplier; the cost terms are reused."""
-        return replace(self, memory_limit=memory_limit, memory_multiplier=memory_multiplier)
+    def with_memory(self, *, memory_multiplier: float) -> Formulation:
+        """This formulation with another memory multiplier; the cost terms are reused."""
+        return replace(self, memory_multiplier=memory_multiplier)
 
 
 def formulate(
@@ -188,13 +183,7 @@ def formulate(
     )
 
 
-def _problem(
-    folded: Fold,
-    nodes: Nodes,
-    terms: Terms,
-    limit: float | None,
-    multiplier: float,
-) -> Problem:
+def _problem(folded: Fold, nodes: Nodes, terms: Terms, multiplier: float) -> Problem:
     """Add up the terms."""
     costs = tuple(
         compute + copying + multiplier * (fixed + activations)
@@ -202,24 +191,12 @@ def _problem(
             terms.compute, terms.copying, terms.fixed, terms.activations, strict=True
         )
     )
-    uses: tuple[tuple[Use, ...], ...] = ()
-    if limit is not None:
-        uses = tuple(_uses(terms, node, len(folded.graph.ops) + 1) for node in range(len(costs)))
     labels = tuple(_label(folded, node) for node in nodes.all)
     edge_costs = dict(terms.edges)
     for copies in (terms.fixed_copies, terms.activation_copies) if multiplier else ():
         for edge, nbytes in copies.items():
             edge_costs[edge] = edge_costs[edge] + multiplier * nbytes
-    return Problem(
-        folded.graph.name, costs, tuple(edge_costs), tuple(edge_costs.values()), uses, limit, labels
-    )
-
-
-def _uses(terms: Terms, node: int, end: int) -> tuple[Use, ...]:
-    """The memory uses of a node: its persistent bytes for the whole step, then its temporary values."""
-    persistent = terms.fixed[node] + terms.activations[node]
-    uses = [Use(0, end, persistent)] if persistent.any() else []
-    return (*uses, *(Use(start, stop, amounts) for start, stop, amounts in terms.temporary[node]))
+    return Problem(folded.graph.name, costs, tuple(edge_costs), tuple(edge_costs.values()), labels=labels)
 
 
 def _label(folded: Fold, node: Node) -> str:

@@ -21,7 +21,7 @@ from distgraph.passes.redistribution.planner import block_volume
 from distgraph.passes.search.intra_op.chosen_layouts import Profile
 from distgraph.passes.search.intra_op.cost_model import CostModel
 from distgraph.passes.search.intra_op.cost_terms import seconds_of
-from distgraph.passes.search.intra_op.decision_nodes import Nodes, OpNode
+from distgraph.passes.search.intra_op.decision_nodes import Nodes
 from distgraph.passes.search.intra_op.decode import ValueSpecs
 from distgraph.passes.search.layering.layer_folding import (
     BACKWARD,
@@ -57,12 +57,10 @@ class LayerCosts:
     def profile(self) -> Profile:
         """The costs of all ops, values and changes of layout."""
         for number, op in enumerate(self.fold.ops):
-            index = self.nodes.of_op.get(number)
-            if index is not None:
-                node = self.nodes.all[index]
-                assert isinstance(node, OpNode)
-                seconds = seconds_of(self.lifetimes, self.cost_model, op, node.strategies, self.mesh)
-                self._add(self._part(op), op.layers, seconds[self.choice[index]])
+            if number in self.nodes.of_op:
+                strategies, option = self.nodes.strategies(number), self.choice[self.nodes.of_op[number]]
+                seconds = seconds_of(self.lifetimes, self.cost_model, op, strategies, self.mesh)
+                self._add(self._part(op), op.layers, seconds[option])
         for number, value in enumerate(self.fold.values):
             self._add_changes(number, value)
             self._add_bytes(number, value)
@@ -129,11 +127,7 @@ class LayerCosts:
     ) -> None:
         """A change of layout before a read; it counts at the border where the reader is in another layer.
 
-        Args:
-            value: it.
-            producers, readers: the layers of the producer and of the reader, for every member.
-            reader: the folded op that reads.
-            seconds: of the change of one member.
+        `producers` and `readers` are their layers, for every member; `seconds` are those of one member.
         """
         if not value.per_micro:
             self._add(self.totals.step, readers, seconds)

@@ -96,13 +96,12 @@ def _op_option(source: Formulation, choice: Sequence[int], node: OpNode, corresp
     index = source.nodes.of_op.get(corresponding)
     if index is None:
         return None
-    source_node = source.nodes.all[index]
-    assert isinstance(source_node, OpNode)
-    if source_node.strategies is node.strategies:
+    strategies = source.nodes.strategies(corresponding)
+    if strategies is node.strategies:
         return choice[index]
-    axes, partial = source_node.strategies.options[choice[index]]
+    axes, partial = strategies.options[choice[index]]
     options = node.strategies.options
-    if {split for split, _ in source_node.strategies.options} != {split for split, _ in options}:
+    if {split for split, _ in strategies.options} != {split for split, _ in options}:
         return None
     return options.index((axes, partial)) if (axes, partial) in options else options.index((axes, ()))
 
@@ -121,10 +120,7 @@ def _value_option(
     stored = specs.stored(number)
     preferred: list[Stored] = [(stored, None), (stored.without_partial(), None)]
     if number in source.nodes.of_value:
-        index = source.nodes.of_value[number]
-        source_node = source.nodes.all[index]
-        assert isinstance(source_node, ValueNode)
-        preferred.insert(0, source_node.options[choice[index]])
+        preferred.insert(0, source.nodes.options(number)[choice[source.nodes.of_value[number]]])
     produced = specs.produced(source.fold.values[number])
     if produced is not None:
         preferred += [(produced, None), (produced.without_partial(), None)]

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, reject, settings
 from support.programs.random_programs import Program, programs
 from support.programs.search_cases import MESHES, SLOW, cluster, cost_model, task
+from support.search.limited_problem import limited
 from support.search.search_brute import Brute, eliminate, every_spec
 
 from distgraph import nn, ops, optim
@@ -318,13 +319,13 @@ def test_a_limit_is_kept_and_costs_no_more_than_it_must(name: str) -> None:
     layers = layering(graph, cluster_layers(graph))
     free = formulate(graph, MESHES[1], cost_model(), layers)
     choice = best(free)
-    peak = free.with_memory(memory_limit=1e12).problem.peak(choice)[1]
-    tight = free.with_memory(memory_limit=0.7 * peak)
-    found = solve(tight.problem, seconds=20)
+    peak = limited(free, 1e12).peak(choice)[1]
+    tight = limited(free, 0.7 * peak)
+    found = solve(tight, seconds=20)
     assert found.choice is not None
-    assert tight.problem.feasible(found.choice)
+    assert tight.feasible(found.choice)
     assert found.objective >= free.problem.objective(choice) * (1 - 1e-9)
-    assert tight.problem.peak(found.choice)[1] <= 0.7 * peak * (1 + 1e-9)
+    assert tight.peak(found.choice)[1] <= 0.7 * peak * (1 + 1e-9)
 
 
 def chain(sizes: tuple[int, ...]) -> Graph:
@@ -371,11 +372,10 @@ def test_within_a_limit_equals_brute_force(sizes: tuple[int, ...], mesh: Process
     formulation = formulate(graph, mesh, cost_model(SLOW))
     fastest = peaks[costs <= costs.min() * (1 + 1e-12)].min()
     for limit in np.linspace(peaks.min(), fastest, 4):
-        solved = solve(formulation.with_memory(memory_limit=float(limit)).problem, seconds=20)
+        solved = solve(limited(formulation, float(limit)), seconds=20)
         assert solved.status == "optimal"
         assert solved.objective == pytest.approx(costs[peaks <= limit + 1e-6].min(), rel=1e-9)
-    too_little = formulation.with_memory(memory_limit=peaks.min() - 1)
-    assert solve(too_little.problem, seconds=20).status == "infeasible"
+    assert solve(limited(formulation, peaks.min() - 1), seconds=20).status == "infeasible"
 
 
 # annotations

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from support.programs.random_programs import Program, programs
 from support.programs.search_cases import MESHES, SLOW, cost_model
+from support.search.limited_problem import limited
 from support.search.search_limited import Everything, Limited
 
 from distgraph.passes.search.intra_op.formulate import Formulation, formulate
@@ -40,7 +41,7 @@ def test_within_every_limit_equals_brute_force(
     formulation, every = formulate(graph, mesh, cost_model(speed)), brute.everything()
     front = every.front()
     for limit in {*front[:3], front[-1], (front[0] + front[-1]) // 2}:
-        found = solve(formulation.with_memory(memory_limit=limit).problem, seconds=30)
+        found = solve(limited(formulation, limit), seconds=30)
         assert found.status == "optimal"
         assert found.objective == pytest.approx(every.within(limit), rel=1e-9, abs=1e-15)
     is_infeasible(formulation, every, front[0] - 1)
@@ -49,7 +50,7 @@ def test_within_every_limit_equals_brute_force(
 
 def is_infeasible(formulation: Formulation, every: Everything, limit: float) -> None:
     """Proved, with a time at which all choices use too much, and no more bytes missing than are."""
-    found = solve(formulation.with_memory(memory_limit=limit).problem, seconds=30)
+    found = solve(limited(formulation, limit), seconds=30)
     assert found.status == "infeasible"
     assert found.choice is None
     short = {time: least - limit for time, least in every.least.items() if least > limit}
