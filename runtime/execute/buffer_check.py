@@ -53,12 +53,7 @@ def check_enabled() -> bool:
 
 
 class BufferCheck:
-    """Checks the values and buffers of one rank.
-
-    Args:
-        program, storage, arena: those of the rank.
-        order: (task, micro-batch) pairs that the rank runs.
-    """
+    """Checks the values and buffers of one rank, which runs (task, micro-batch) pairs in an order."""
 
     def __init__(
         self, program: RankProgram, storage: Storage, arena: Arena, order: Sequence[tuple[str, int]]
@@ -156,12 +151,7 @@ class BufferCheck:
 
 
 class CheckedWriter(Writer):
-    """Writes tasks that report their reads and writes to a `BufferCheck`.
-
-    Args:
-        check: receives the reports.
-        arguments: those of a `Writer`.
-    """
+    """Writes tasks that report their reads and writes to a `BufferCheck`."""
 
     def __init__(self, check: BufferCheck, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -199,10 +189,7 @@ class CheckedTransport:
     """A transport that checks every message at the start and end of its send and at its receiver.
 
     Checksums are sent as messages of their own, with the tag of the checked message less `MESSAGE_TAGS`.
-
-    Args:
-        transport: does the work.
-        where: begin of every error text.
+    Every error text begins with `where`.
     """
 
     def __init__(self, transport: Transport, where: str) -> None:

@@ -100,11 +100,6 @@ def needs_no_message(parts: Parts, values: Mapping[str, str], ranks: Sequence[in
 class FiniteCheck:
     """The finite check of one rank, bound to its memory.
 
-    Args:
-        guard: its settings.
-        program, storage, arena: those of the rank's worker.
-        xp: array namespace, NumPy or CuPy.
-
     Attributes:
         passed: verdict of the last check, the same on every rank.
         nonfinite: description of each value that was not finite at the last check -> (number of elements of
@@ -148,11 +143,7 @@ class FiniteCheck:
         return verdict
 
     def agree(self, finite: bool) -> bool:
-        """Agree with the other ranks. Returns whether all values are finite on all ranks.
-
-        Args:
-            finite: the result of `local_verdict`.
-        """
+        """Agree with the other ranks. Returns whether all values are finite on all ranks."""
         if not finite and self._xp is not np:  # a sum of squares may overflow
             finite = all(bool(self._xp.isfinite(part).all()) for _, part, _ in self._parts)
         self.passed, self.nonfinite = self._verdict_of_all(finite), {}

@@ -34,9 +34,6 @@ _OUTSIDE = ("", -1)  # outside of any task, such as the waits at the end of a st
 class Recorder:
     """Records one step of one rank.
 
-    Args:
-        clock: monotonic clock in seconds.
-
     Attributes:
         origin: time of the clock at which the step began on this rank.
     """
@@ -141,12 +138,7 @@ class _RecordedRequest:
 
 
 class RecordingTransport:
-    """A transport whose messages are recorded.
-
-    Args:
-        transport: does the work.
-        recorder: receives the records.
-    """
+    """A transport whose messages are recorded."""
 
     def __init__(self, transport: Transport, recorder: Recorder) -> None:
         self._transport, self._recorder = transport, recorder

@@ -48,13 +48,7 @@ class Message:
 
 
 class TrafficCost:
-    """Costs of the communication of one lowered graph.
-
-    Args:
-        graph: the lowered graph.
-        cluster: what it runs on.
-        devices: device number of every rank.
-    """
+    """Costs of the communication of one lowered graph."""
 
     def __init__(self, graph: Graph, cluster: Cluster, devices: Sequence[int]) -> None:
         self.graph, self.cluster, self.devices = graph, cluster, devices

@@ -35,13 +35,7 @@ CATEGORIES = tuple(field.name for field in fields(RankMemory) if field.name != "
 
 
 def liveness_memory(program: RankProgram, storage: Storage, order: Order, rules: Memory) -> RankMemory:
-    """Bytes of one rank at the peak: while micro-batches run, or while parameters are updated.
-
-    Args:
-        program, storage: of the rank.
-        order: its (task, micro-batch) pairs.
-        rules: of the runtime.
-    """
+    """Bytes of one rank at the peak: while micro-batches run, or while parameters are updated."""
     moments = _Ledger(program, storage, order, rules).moments()
     peak = max(moments, key=lambda each: sum(each.values()))
     return RankMemory(program.rank, **peak)

@@ -100,12 +100,7 @@ def rank_memory(
 
 
 def with_overhead(memory: RankMemory, rules: Memory) -> RankMemory:
-    """The bytes of a rank with what a runtime needs in addition to the tensors of the program.
-
-    Args:
-        memory: of the tensors.
-        rules: of the runtime.
-    """
+    """The bytes of a rank with what a runtime needs in addition to the tensors of the program."""
     lost = rules.fragmentation * (memory.activations + memory.temporary)
     return replace(memory, temporary=memory.temporary + round(rules.workspace + lost))
 

@@ -48,11 +48,7 @@ class RankClass:
 
 
 class RankClasses:
-    """Equivalence classes of the ranks of one program.
-
-    Args:
-        parts: tasks of the program.
-    """
+    """Equivalence classes of the ranks of one program."""
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
@@ -157,13 +153,6 @@ def representative_ranks(
     devices: Sequence[int],
 ) -> tuple[tuple[int, ...], bool]:
     """Ranks that represent all given ones, at least one for every kind of device.
-
-    Args:
-        build: the program.
-        ranks: ranks that run the same tasks.
-        uneven: see `uneven_meshes`.
-        cluster: the devices.
-        devices: device number of every rank.
 
     Returns:
         The representatives, and whether they represent the others exactly.

@@ -121,12 +121,6 @@ def ask_hosts(
 ) -> dict[str, HostFacts]:
     """The facts about each host by its name in the list. Takes 8 seconds at most.
 
-    Args:
-        hosts: names in the list.
-        script: of the job.
-        env: environment of the ranks.
-        shell: how to reach the hosts.
-
     Raises:
         RuntimeFault: a host cannot be reached, does not answer in time, or has another clock.
     """

@@ -95,13 +95,7 @@ def launch_on_hosts(
 
 
 def mpiexec_command(assignment: HostAssignment, ranks: Sequence[str], shell: RemoteShell) -> list[str]:
-    """The command of MPICH's mpiexec (hydra) that starts the processes of an assignment, host by host.
-
-    Args:
-        assignment: host of every rank.
-        ranks: command of each rank.
-        shell: how to reach the hosts.
-    """
+    """The command of MPICH's mpiexec (hydra) that starts the processes of an assignment, host by host."""
     listed = ",".join(f"{host.name}:{host.slots}" for host in assignment.hosts)
     start = ["-launcher", "slurm"] if shell.program == "srun" else ["-launcher", "ssh"]
     if shell.program not in ("ssh", "srun"):

@@ -70,12 +70,6 @@ class Signals:
 class Monitor:
     """Watches the processes of a job for its launcher.
 
-    Args:
-        mpiexec: process number of mpiexec.
-        job: directory of the job.
-        ranks: number of ranks.
-        environ: environment of the job.
-
     Attributes:
         lost: ranks whose supervisor was killed, in the order in which that was seen.
     """

@@ -98,13 +98,7 @@ def _read(path: str) -> bytes:
 def remapped(
     hosts: Sequence[str], placement: Sequence[PlacedRanks], plan: str
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Rank of each process, so that ranks which a plan places on one machine are on one host, and notes.
-
-    Args:
-        hosts: host of each process.
-        placement: of the plan.
-        plan: path of the plan.
-    """
+    """Rank of each process, so that ranks which a plan places on one machine are on one host, and notes."""
     count, identity = len(hosts), tuple(range(len(hosts)))
     machines = ranks_by_machine(placement)
     names = list(dict.fromkeys(hosts))

@@ -125,14 +125,7 @@ def _is_awaited_later(kind: str) -> bool:
 
 
 def measure(transport: Transport, pattern: Pattern, repeats: int, shared: bool = False) -> RunTime:
-    """One run on this rank; collective over all ranks of the job.
-
-    Args:
-        transport: of the job.
-        pattern: what to run.
-        repeats: runs.
-        shared: whether ranks share cores.
-    """
+    """Some runs of a pattern on this rank; collective over all ranks of the job."""
     group = next((members for members in pattern.groups if transport.rank in members), None)
     if pattern.kind == MESSAGE_WORK:
         elements = pattern.nbytes // _ITEM

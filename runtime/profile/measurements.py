@@ -81,11 +81,7 @@ class MeasurementsFile(Entry):
 
 
 def read_measurements(path: Path, version: int) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """Header and runs of a file, as they were written.
-
-    Args:
-        path: of the file.
-        version: of the format that is understood.
+    """Header and runs of a file of this version of the format, as they were written.
 
     Raises:
         ResourceError: it cannot be read, is of another version, or holds something else.

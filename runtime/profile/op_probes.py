@@ -52,12 +52,7 @@ class Probe:
 
 
 class PreparedProbe:
-    """A probe compiled in this process.
-
-    Args:
-        probe: the program.
-        cluster: any cluster; only its first device is used.
-    """
+    """A probe compiled in this process; any cluster will do, only its first device is used."""
 
     def __init__(self, probe: Probe, cluster: Cluster) -> None:
         context = PassContext(mesh=ProcessMesh.grid(serial=1))

@@ -38,11 +38,7 @@ _MINIMUM: Final = 1e-6  # seconds; lower bound of a difference of two noisy time
 
 
 class HostProbe(Protocol):
-    """A step whose tasks take almost no time, which measures the host work of a step.
-
-    Attributes:
-        name: unique name among all measured items.
-    """
+    """A step whose tasks take almost no time, under a unique name: it measures the host work of a step."""
 
     @property
     def name(self) -> str: ...
@@ -99,11 +95,7 @@ class CoreSharing:
         return text if len(self.shares) > 1 else ""
 
     def added_seconds(self, times: Sequence[RunTime]) -> float:
-        """Seconds that a collective adds to a step on the slowest rank, without computation on its core.
-
-        Args:
-            times: times of all ranks.
-        """
+        """Seconds that a collective adds to a step on the slowest rank, without computation on its core."""
         work = fmean(time.work for time in times)
         pairs = zip(times, self.shares, strict=True)
         return max(_MINIMUM, *(time.seconds - share * work for time, share in pairs))

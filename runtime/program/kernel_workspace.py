@@ -54,11 +54,7 @@ def _op_workspace(local: LocalOp, shells: _OperandShells, cache: dict[object, in
 
 
 class _OperandShells:
-    """Makes shells of the operands of one rank.
-
-    Args:
-        program, storage: those of the rank.
-    """
+    """Makes shells of the operands of one rank."""
 
     def __init__(self, program: RankProgram, storage: Storage) -> None:
         self.program, self.storage = program, storage

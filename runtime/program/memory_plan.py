@@ -30,10 +30,6 @@ _MIN_FREED_BYTES = 2**20
 def plan_storage(program: RankProgram, schedule: Schedule) -> Storage:
     """Decide the storage of every value.
 
-    Args:
-        program: the program of the rank.
-        schedule: order of all tasks on all ranks.
-
     Raises:
         RuntimeFault: under this order the rank might wait forever to write a buffer that is being sent.
     """

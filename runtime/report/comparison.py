@@ -33,12 +33,7 @@ class ComparisonRow:
 
 
 def comparison(forecast: Forecast, measured: MeasuredTimeline) -> tuple[ComparisonRow, ...]:
-    """Seconds at work by kind of task, waiting, and the step.
-
-    Args:
-        forecast: of the program.
-        measured: its median step is compared; see `MeasuredTimeline.check`.
-    """
+    """Seconds at work by kind of task, waiting, and the step, forecast and in the median measured step."""
     step, kinds = measured.median, measured.tasks
     runs: dict[str, int] = defaultdict(int)
     measured_seconds: dict[str, float] = defaultdict(float)

@@ -91,12 +91,7 @@ def load_plotly() -> ModuleType:
 
 
 class Page:
-    """The sections of a page.
-
-    Args:
-        forecast: what it shows.
-        subject: what that is of.
-    """
+    """The sections of a page."""
 
     def __init__(self, forecast: Forecast, subject: Subject) -> None:
         self.plotly: Any = load_plotly()

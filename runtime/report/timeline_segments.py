@@ -98,12 +98,6 @@ def measured_segments(
 ) -> Iterator[Segment]:
     """Segments of one rank in a measured step: tasks with the waiting inside, idle time between them,
     messages.
-
-    Args:
-        rank: the recorded rank.
-        row: row of the timeline.
-        kinds: name -> kind of every task.
-        seconds: of the step.
     """
     clock = 0.0
     for run in rank.runs:

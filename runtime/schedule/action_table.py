@@ -19,12 +19,6 @@ _COMPUTE_KINDS = ("forward", "backward", "weight")
 class ActionTable:
     """The actions of a schedule's table that are not done yet, for each device.
 
-    Args:
-        graph: the task graph of one step.
-        policy: a schedule with a table.
-        phase: phase of each task.
-        devices: task -> devices that run it.
-
     Raises:
         GraphError: the table has an action twice, or lacks one that the graph has tasks for; a schedule for
             several chunks, and a stage has more or fewer than another.

@@ -29,12 +29,7 @@ class DepartedFault(RuntimeFault):
 
 
 def different_calls(ranks: Mapping[str, Sequence[int]], silent: Sequence[int] = ()) -> str:
-    """Text of the error that ranks make different calls.
-
-    Args:
-        ranks: call -> ranks that are in it.
-        silent: ranks that have not answered.
-    """
+    """Text of the error that ranks make different calls."""
     parts = [f"{name} on {_ranks(who)}" for name, who in ranks.items()]
     parts += [f"nothing yet on {_ranks(silent)}"] if silent else []
     return (

@@ -30,10 +30,6 @@ def _no_operations() -> dict[str, dict[Any, int]]:
 class Departures:
     """Counts the operations of this rank, and holds the counts of ranks that have departed.
 
-    Args:
-        mpi: the module mpi4py.MPI.
-        comm: the control communicator.
-
     Attributes:
         counts: kind -> group or peer -> number of operations of this rank.
         departed: rank that has departed -> its counts.

@@ -25,13 +25,7 @@ Slices = tuple[slice, ...]
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint to read from.
-
-    Attributes:
-        path: path of the directory.
-        contents: the index as a model.
-        index: the index as plain data.
-    """
+    """A checkpoint to read from."""
 
     path: Path
     contents: Index

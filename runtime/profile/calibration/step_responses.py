@@ -97,13 +97,6 @@ def responses(
 ) -> Responses:
     """Forecast every run at some values, and with each number changed.
 
-    Args:
-        runs: the measured runs.
-        cluster, runtime: as their files state them.
-        numbers: what may change.
-        base: value of every number.
-        workers: processes; more than one needs `fork`.
-
     Raises:
         ResourceError: a program needs more devices than the cluster has, or a number that it does not state.
     """
