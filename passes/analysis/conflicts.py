@@ -263,11 +263,7 @@ def _without(graph: Graph, origin: Origin, axis: str) -> Graph | None:
 
 
 def explain(graph: Graph, name: str) -> str:
-    """Who decided a value's layout, what was lost there, and which changes of layout follow.
-
-    Args:
-        graph: a completed graph.
-        name: of a value, with or without its %.
+    """Who decided the layout of a value (%name or name), what was lost there, and what changes of it follow.
 
     Raises:
         GraphError: there is no such value, or it has no layout yet.

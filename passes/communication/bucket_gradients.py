@@ -26,7 +26,7 @@ from distgraph.ir.dtypes import itemsize
 from distgraph.ir.graph import Graph, Op, Value
 from distgraph.passes.communication.fuse_reductions import fuse, fusion_key, groups_by_level, is_fusible
 from distgraph.passes.pass_registry import PassContext, register_pass
-from distgraph.passes.redistribution.planner import BYTE_PRICES, Price, latency_price
+from distgraph.passes.redistribution.planner import BYTE_PRICES, Price, block_volume, latency_price
 
 
 @register_pass("bucket_gradients", stage="lowered", after=("lower",))
@@ -106,8 +106,7 @@ def _nbytes(graph: Graph, op: Op) -> int:
     """Bytes of the largest block of an operand."""
     value = op.operands[0]
     attr = graph.attrs[value.name]
-    sizes = zip(value.shape, attr.spec.dims, strict=True)
-    return itemsize(value.dtype) * math.prod(-(-n // attr.mesh.count(axes)) for n, axes in sizes)
+    return itemsize(value.dtype) * block_volume(value.shape, attr.mesh, attr.spec)
 
 
 def _mesh_levels(graph: Graph) -> dict[str, int]:

@@ -41,11 +41,7 @@ def defer_cross_mesh_sums(
 def spread_over_meshes(
     graph: Graph, meshes: Mapping[str, ProcessMesh]
 ) -> tuple[Graph, dict[str, ProcessMesh]]:
-    """Adapt a graph with placed ops to several meshes: clone its sources, defer sums across meshes.
-
-    Args:
-        graph: a serial graph.
-        meshes: name of every op -> mesh.
+    """Adapt a serial graph to the meshes of its ops: clone its sources, defer sums across meshes.
 
     Returns:
         The graph, and the mesh of every op.

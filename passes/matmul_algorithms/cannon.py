@@ -37,6 +37,7 @@ from distgraph.ir.matmul_algorithm import MatmulAlgorithm
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.op_registry import operand_mesh
 from distgraph.ir.sharding_spec import DistAttr
+from distgraph.passes.matmul_algorithms.layer_products import nearest_multiples
 from distgraph.passes.matmul_algorithms.product import Product
 from distgraph.passes.matmul_algorithms.registry import register_matmul_algorithm
 
@@ -70,10 +71,9 @@ def _check(product: Product) -> None:
     for letter in sorted(product.split_letter.values()):
         length, parts = product.length(letter), shape[0]
         if length % parts:
-            near = sorted({max(1, length // parts) * parts, -(-length // parts) * parts})
             raise ShardingError(
                 f"{product.subject}: cannon on {product.mesh} needs dims that are multiples of {parts} but "
-                f"dim {letter} of {product.spec} has length {length}; use {' or '.join(map(str, near))}"
+                f"dim {letter} of {product.spec} has length {length}; use {nearest_multiples(length, parts)}"
             )
 
 
@@ -124,15 +124,13 @@ class _Square:
 
     def moved(self, value: Value, operand: int, shift: int, mesh: ProcessMesh) -> Value:
         """An operand, or what it was before, where a product with some shift reads it."""
-        product = self.product
-        there = self.mesh(operand, shift, mesh)
-        attr = DistAttr(there, product.specs[operand], product.layout("", {}).origin)
-        return product.move(value, attr, f"{'ab'[operand]}{shift}")
+        attr = self.product.stored_on(self.mesh(operand, shift, mesh), operand)
+        return self.product.move(value, attr, f"{'ab'[operand]}{shift}")
 
     def move_operands(self) -> None:
         """OS: the result stays, and both operands move."""
         product, mesh = self.product, self.product.mesh
-        stored = DistAttr(mesh, product.specs[2], product.layout("", {}).origin)
+        stored = product.stored_on(mesh, 2)
         pair = [self.moved(value, which, 0, mesh) for which, value in enumerate(product.op.operands)]
         total: Value | None = None
         for shift in range(self.parts):
@@ -151,13 +149,12 @@ class _Square:
         """
         product = self.product
         stays = 0 if product.flow.name == "LS" else 1
-        origin = product.layout("", {}).origin
         moving, which = product.op.operands[1 - stays], 1 - stays
         total: Value | None = None
         meshes = [self._result_mesh(stays, shift) for shift in range(self.parts)]
         value = self.moved(moving, which, self.parts - 1, meshes[-1])
         for shift in reversed(range(self.parts)):
-            attr = DistAttr(meshes[shift], product.specs[2], origin)
+            attr = product.stored_on(meshes[shift], 2)
             following = value
             if shift:
                 following = self.moved(value, which, shift - 1, meshes[shift - 1])
@@ -168,7 +165,7 @@ class _Square:
                 total = product.follow("add", [arriving, total], attr, f"sum{shift}")
             value = following
         assert total is not None
-        product.reshard(total, DistAttr(product.mesh, product.specs[2], origin), "")
+        product.reshard(total, product.stored_on(product.mesh, 2), "")
 
     def _result_mesh(self, stays: int, shift: int) -> ProcessMesh:
         """The mesh of a product that reads the operand that stays where it is stored."""

@@ -70,14 +70,7 @@ class DataAxes:
 
 
 def data_axes(op: Op, letters: Letters, dims: Dims, mesh: ProcessMesh, algorithm: object) -> DataAxes:
-    """The data axes of a contraction.
-
-    Args:
-        op: the contraction.
-        letters: those of its operands and its result.
-        dims: the axes that split them.
-        mesh: of all three.
-        algorithm: that is to compute it, for messages.
+    """The data axes of a contraction, from the axes that split its operands and its result.
 
     Raises:
         ShardingError: in a dim that another axis splits too, a data axis is not the major one, or does not

@@ -24,7 +24,6 @@ from typing import Any
 
 from distgraph.ir.graph import Value
 from distgraph.ir.matmul_algorithm import MatmulAlgorithm
-from distgraph.ir.sharding_spec import DistAttr
 from distgraph.passes.matmul_algorithms.product import Product, check_slices
 from distgraph.passes.matmul_algorithms.registry import register_matmul_algorithm
 
@@ -74,8 +73,7 @@ class Slices:
 
     def __init__(self, product: Product, slices: int, block: int) -> None:
         self.product, self.slices, self.block = product, slices, block
-        origin = product.layout("", {}).origin
-        self.stored = [DistAttr(product.mesh, spec, origin) for spec in product.specs]
+        self.stored = [product.stored_on(product.mesh, which) for which in range(3)]
 
     def attrs(self, letters: str, index: int) -> dict[str, Any]:
         """Attributes of the ops that cut a tensor with these letters, or insert into it."""

@@ -75,6 +75,11 @@ class Product:
         return [self.mesh.axis_size(axis) for axis in self.mesh.axes if axis in used]
 
     @property
+    def origin(self) -> Origin:
+        """That of the layouts of the emitted ops."""
+        return Origin("op", f"%{self.whole.name}")
+
+    @property
     def spec(self) -> str:
         """The contraction in einsum's notation."""
         return f"{self.letters[0]},{self.letters[1]}->{self.letters[2]}"
@@ -105,7 +110,17 @@ class Product:
             (*self.data.get(letter, ()), *((axes[letter],) if letter in axes else ())) for letter in letters
         )
         summed = () if partial is None else ((partial, "sum"),)
-        return DistAttr(self.mesh, ShardSpec(dims, summed), Origin("op", f"%{self.whole.name}"))
+        return DistAttr(self.mesh, ShardSpec(dims, summed), self.origin)
+
+    def stored_on(self, mesh: ProcessMesh, which: int) -> DistAttr:
+        """The stored layout of A, B or C (0, 1 or 2) on its ranks in the order of a mesh."""
+        return DistAttr(mesh, self.specs[which], self.origin)
+
+    def stored_axes(self, which: int) -> dict[str, str]:
+        """Letter -> axis of the stored A, B or C, without data axes."""
+        return {
+            self.split_letter[group]: axis for group, axis in self.split[which].items() if axis is not None
+        }
 
     def computed(self, axes: Mapping[str, tuple[str, ...]], mesh: ProcessMesh, prefix: str = "") -> OpLayout:
         """How an op is computed: index -> axes, and each letter with data axes, behind a prefix, by these."""
@@ -127,16 +142,7 @@ class Product:
         name: str = "",
         **attrs: Any,
     ) -> Value:
-        """Add an op.
-
-        Args:
-            kind: of the op.
-            operands: of the op.
-            attr: layout in which its result is stored.
-            computed: how it is computed.
-            name: end of the name of its result; empty for the result of the contraction itself.
-            attrs: of the op.
-        """
+        """Add an op; `name` ends the name of its result, and is empty for the result of the contraction."""
         ((shape, dtype),) = infer_results(kind, operands, attrs)
         value = Value(f"{self.op.name}.{name}" if name else self.op.name, tuple(shape), dtype)
         op = self.op
@@ -189,11 +195,11 @@ class Product:
         for which, term in enumerate((left, right)):
             shape = data.shape(term, operands[which].shape)
             if shape != operands[which].shape:
-                attr = self.layout(self.letters[which], self._axes(which))
+                attr = self.layout(self.letters[which], self.stored_axes(which))
                 operands[which] = self._rearrange(
                     "reshape", operands[which], attr, f"{'ab'[which]}.apart", shape=shape
                 )
-        specs = [self.layout(self.letters[which], self._axes(which)).spec for which in range(3)]
+        specs = [self.layout(self.letters[which], self.stored_axes(which)).spec for which in range(3)]
         self.specs = specs[0], specs[1], specs[2]
         if data.renamed:
             counts = (data.counts[letter] for letter in data.renamed if letter not in made)
@@ -232,12 +238,6 @@ class Product:
         if summed and reduced:
             self.reshard(value, self.stored, "")
 
-    def _axes(self, which: int) -> dict[str, str]:
-        """Letter -> axis of a stored tensor, without data axes."""
-        return {
-            self.split_letter[group]: axis for group, axis in self.split[which].items() if axis is not None
-        }
-
     def _rearrange(self, kind: str, value: Value, attr: DistAttr, name: str, **attrs: Any) -> Value:
         """Add a reshape, or a sum over leading dims: every rank has the same part before and behind it."""
         ((shape, dtype),) = infer_results(kind, [value], attrs)
@@ -252,12 +252,7 @@ class Product:
 
 
 def product_of(graph: Graph, op: Op, algorithm: object) -> Product:
-    """A contraction with its dataflow.
-
-    Args:
-        graph: completed.
-        op: the contraction.
-        algorithm: that is to compute it, for messages.
+    """A contraction of a completed graph with its dataflow; `algorithm` is named in messages.
 
     Raises:
         ShardingError: it has no letters of one of the groups, or its layouts are those of no dataflow.

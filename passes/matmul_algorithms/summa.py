@@ -30,6 +30,7 @@ from distgraph.ir.graph import Value
 from distgraph.ir.index_rule import OpLayout
 from distgraph.ir.matmul_algorithm import MatmulAlgorithm
 from distgraph.ir.sharding_spec import DistAttr
+from distgraph.passes.matmul_algorithms.layer_products import nearest_multiples
 from distgraph.passes.matmul_algorithms.meshslice import Slices, compute_in_slices
 from distgraph.passes.matmul_algorithms.product import Product
 from distgraph.passes.matmul_algorithms.registry import register_matmul_algorithm
@@ -44,11 +45,10 @@ def summa(product: Product, algorithm: MatmulAlgorithm) -> None:
     """
     panels, length = math.lcm(*product.sizes), product.length(product.sliced)
     if length % panels:
-        near = sorted({max(1, length // panels) * panels, -(-length // panels) * panels})
         raise ShardingError(
             f"{product.subject}: summa on {product.mesh} has {panels} panels but dim {product.sliced} of "
             f"{product.spec} has length {length}; use a multiple of {panels} such as "
-            f"{' or '.join(map(str, near))}"
+            f"{nearest_multiples(length, panels)}"
         )
     compute_in_slices(_Panels(product, panels, length // panels))
 
@@ -62,7 +62,7 @@ class _Panels(Slices):
     def cut(self, position: int, index: int, name: str) -> Value:
         """A panel of an operand, on all ranks that multiply it."""
         product, letters = self.product, self.product.letters[position]
-        axes = {product.split_letter[group]: axis for group, axis in product.split[position].items() if axis}
+        axes = product.stored_axes(position)
         split = {
             "s" if letter == product.sliced else f"i{dim}": (axes[letter],)
             for dim, letter in enumerate(letters)

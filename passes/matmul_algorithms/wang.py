@@ -30,6 +30,7 @@ from distgraph.ir.index_rule import OpLayout
 from distgraph.ir.matmul_algorithm import MatmulAlgorithm
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import DistAttr
+from distgraph.passes.matmul_algorithms.layer_products import nearest_multiples
 from distgraph.passes.matmul_algorithms.product import Product
 from distgraph.passes.matmul_algorithms.registry import register_matmul_algorithm
 
@@ -61,10 +62,8 @@ def movements(product: Product) -> list[Movement]:
     """
     rings = []
     for tensor in (0, 1, 2):
-        stored = {group: axis for group, axis in product.split[tensor].items() if axis is not None}
         computed = product.computed_axes()
-        for group, axis in stored.items():
-            inner = product.split_letter[group]
+        for inner, axis in product.stored_axes(tensor).items():
             if tensor < 2 and computed.get(inner) == axis:
                 continue
             if tensor == 2 and axis != product.flow.reduced:
@@ -90,7 +89,7 @@ def _check(product: Product, movement: Movement) -> None:
             raise ShardingError(
                 f"{product.subject}: blocks that go round {parts} ranks along {movement.axis} need dims of a "
                 f"multiple of {parts} but dim {letter} of {product.spec} has length {length}; use "
-                f"{length - length % parts} or {length + parts - length % parts}"
+                f"{nearest_multiples(length, parts)}"
             )
 
 
@@ -142,7 +141,6 @@ def _computed(product: Product, ring: Movement, mesh: ProcessMesh) -> OpLayout:
 def _gather_round(product: Product, ring: Movement) -> None:
     """An operand goes round: its blocks are multiplied as they arrive."""
     parts, flow = product.parts(ring.axis), product.flow
-    origin = product.layout("", {}).origin
     moving = product.op.operands[ring.tensor]
     other = _operand(product, 1 - ring.tensor)
     collects = ring.inner in product.letters[2]  # else every product adds to the result
@@ -155,7 +153,7 @@ def _gather_round(product: Product, ring: Movement) -> None:
     for step in range(parts):
         following = moving
         if step + 1 < parts:
-            there = DistAttr(turned(product, ring.axis, step + 1), product.specs[ring.tensor], origin)
+            there = product.stored_on(turned(product, ring.axis, step + 1), ring.tensor)
             following = product.move(moving, there, f"{'ab'[ring.tensor]}{step + 1}")
         pair = [moving, other] if ring.tensor == 0 else [other, moving]
         last = step + 1 == parts and not collects
@@ -204,12 +202,11 @@ def _join(product: Product, ring: Movement, blocks: list[Value], made: DistAttr)
 def _scatter_round(product: Product, ring: Movement) -> None:
     """The result goes round: every rank adds its product to the block that arrives."""
     parts = product.parts(ring.axis)
-    origin = product.layout("", {}).origin
     pair = [_operand(product, tensor) for tensor in (0, 1)]
     total: Value | None = None
     for step in reversed(range(parts)):
         mesh = turned(product, ring.axis, step)
-        there = DistAttr(mesh, product.specs[2], origin)
+        there = product.stored_on(mesh, 2)
         arriving = None if total is None else product.reshard(total, there, f"arriving{step}")
         last = step == 0
         alone = last and arriving is None

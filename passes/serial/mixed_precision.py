@@ -147,13 +147,7 @@ class _Casts:
         )
 
     def rewrite(self, op: Op, narrow: bool, *, wide: bool) -> None:
-        """Add an op with its operands in 16 bits or in f32.
-
-        Args:
-            op: of the graph.
-            narrow: whether in 16 bits.
-            wide: whether its results are in f32 also then.
-        """
+        """Add an op with operands in 16 bits (`narrow`) or in f32; `wide` results are in f32 in any case."""
         read = self._narrow if narrow else self._wide
         operands = tuple(read(v, op) if v.dtype == "f32" else self.current[v.name] for v in op.operands)
         attrs = {**op.attrs, WIDE: True} if narrow and wide else op.attrs

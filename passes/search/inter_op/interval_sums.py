@@ -21,11 +21,7 @@ Intervals = tuple[Indices, Indices, Indices]
 
 
 class IntervalSums:
-    """Sums over intervals of layers, for several rows of values.
-
-    Args:
-        values: the rows, each [layers + 1].
-    """
+    """Sums over intervals of layers, for several rows of values [layers + 1]."""
 
     def __init__(self, values: Sequence[Floats]) -> None:
         stacked = np.stack(values)

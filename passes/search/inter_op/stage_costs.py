@@ -36,20 +36,6 @@ from distgraph.passes.search.intra_op.chosen_layouts import Profile
 _ROUNDING = 1e-12  # of the memory: differences of prefix sums are not exact
 
 
-@dataclass(frozen=True, slots=True)
-class StageCosts:
-    """Costs of every stage with a given number of micro-batches in flight.
-
-    Attributes:
-        seconds: [first, last, sub-mesh, config] seconds of one micro-batch, forward and backward; inf if the
-            stage does not fit, or last < first.
-        step: [first, last, sub-mesh, config] seconds once a step; 0 if last < first.
-    """
-
-    seconds: Floats
-    step: Floats
-
-
 class IntervalCosts(Protocol):
     """Costs of all stages."""
 
@@ -71,10 +57,7 @@ class IntervalCosts(Protocol):
 
 
 def stage_indices(shape: tuple[int, int, int]) -> Numbers:
-    """Indices of all stages, ascending.
-
-    Args:
-        shape: numbers of layers, sub-meshes, configs.
+    """Indices of all stages, ascending, for numbers of layers, sub-meshes and configs.
 
     Example:
         >>> stage_indices((2, 1, 2))
@@ -86,25 +69,9 @@ def stage_indices(shape: tuple[int, int, int]) -> Numbers:
     return np.asarray(((first * layers + last) * options)[:, None] + np.arange(options)).reshape(-1)
 
 
-def every_stage(costs: IntervalCosts, in_flight: int) -> StageCosts:
-    """Costs of all stages as arrays, with `in_flight` micro-batches in flight."""
-    layers, submeshes, configs = costs.shape
-    stages = stage_indices(costs.shape)
-    seconds = np.full((layers, layers, submeshes, configs), np.inf)
-    step = np.zeros_like(seconds)
-    seconds.reshape(-1)[stages] = costs.seconds_of(stages, in_flight)
-    step.reshape(-1)[stages] = costs.step_of(stages)
-    return StageCosts(seconds, step)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class RestrictedCosts:
-    """Costs in which some stages are forbidden.
-
-    Attributes:
-        costs: costs of all stages.
-        forbidden: the forbidden stages; broadcasts to [first, last, sub-mesh].
-    """
+    """Costs in which some stages are forbidden; `forbidden` broadcasts to [first, last, sub-mesh]."""
 
     costs: IntervalCosts
     forbidden: NDArray[np.bool_]

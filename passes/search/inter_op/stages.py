@@ -39,7 +39,7 @@ from distgraph.errors import InfeasibleError
 from distgraph.ir.float_arrays import Floats
 from distgraph.passes.search.inter_op.schedule_costs import makespan
 from distgraph.passes.search.inter_op.stage_candidates import ConfigCosts, StageCandidates
-from distgraph.passes.search.inter_op.stage_costs import IntervalCosts, RestrictedCosts, every_stage
+from distgraph.passes.search.inter_op.stage_costs import IntervalCosts, RestrictedCosts
 from distgraph.passes.search.inter_op.stage_dp import Devices, StageAssignment, StageTable
 from distgraph.passes.search.inter_op.submesh_placement import Pool, SubMesh, chains, place
 from distgraph.plan.pipeline_schedules import SchedulePolicy
@@ -400,7 +400,7 @@ def _nothing_fits(problem: StageProblem) -> str:
     devices = sum(pool.size for pool in problem.pools)
     subject = f"{layers} layers on {devices} devices with {problem.micro_batches} micro-batches"
     in_flight = problem.in_flight(1)
-    fits = np.isfinite(every_stage(problem.costs, in_flight).seconds)
+    fits = np.isfinite(StageCandidates.of(problem.costs, in_flight, 1.0).within(np.inf))
     for layer in range(layers):
         if not fits[: layer + 1, layer:].any():
             missing = problem.costs.missing(in_flight)[layer, layer].min(axis=-1)

@@ -80,7 +80,8 @@ class TermBuilder:
         self.fold, self.nodes, self.lifetimes = fold, nodes, lifetimes
         self.mesh, self.cost_model = mesh, cost_model
         sizes = [len(n.strategies.options if isinstance(n, OpNode) else n.options) for n in nodes.all]
-        self._terms = Terms(*([np.zeros(size) for size in sizes] for _ in range(4)), {}, {}, {})
+        compute, copying, fixed, activations = ([np.zeros(size) for size in sizes] for _ in range(4))
+        self._terms = Terms(compute, copying, fixed, activations, {}, {}, {})
 
     @cached_property
     def terms(self) -> Terms:

@@ -150,11 +150,7 @@ def _with_axes(op: Op, mesh: ProcessMesh, given: OpAxes) -> Strategies:
             f"{op} is given the axes {given} ({given.origin.where}) but cannot be split so on {mesh}: an "
             f"index is shorter than its parts, or is needed whole; give it other axes"
         )
-    return Strategies(
-        tuple(every.options[n] for n in numbers),
-        tuple(tuple(specs[n] for n in numbers) for specs in every.result_specs),
-        tuple(tuple(specs[n] for n in numbers) for specs in every.operand_specs),
-    )
+    return every.subset(numbers)
 
 
 def options_with_axes(op: Op, mesh: ProcessMesh, given: OpAxes) -> list[int]:

@@ -145,12 +145,7 @@ class Cache:
     limit: int = _LIMIT
 
     def get(self, name: str, problem: Problem) -> Entry | None:
-        """The entry of a problem, verified; None if there is none.
-
-        Args:
-            name: `digest` of the problem.
-            problem: the problem, against which the entry is verified.
-        """
+        """The entry of the problem with this `digest`, verified against it; None if there is none."""
         if self.directory is None:
             return None
         path = self.directory / f"{name}.json"

@@ -12,7 +12,7 @@ contraction costs no more, and then the contraction can be split over the axis.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -53,6 +53,14 @@ class Strategies:
     def layouts(self, mesh: ProcessMesh) -> tuple[OpLayout, ...]:
         """How the op is computed under every option."""
         return tuple(OpLayout(mesh, *option) for option in self.options)
+
+    def subset(self, numbers: Sequence[int]) -> Strategies:
+        """The options with some numbers."""
+        return Strategies(
+            tuple(self.options[i] for i in numbers),
+            tuple(tuple(specs[i] for i in numbers) for specs in self.result_specs),
+            tuple(tuple(specs[i] for i in numbers) for specs in self.operand_specs),
+        )
 
     def result_parts(self, mesh: ProcessMesh, result: int) -> Ints:
         """The number of parts [options, dims] that a result is split into."""
@@ -99,13 +107,7 @@ def _counts(dims: tuple[tuple[str, ...], ...], mesh: ProcessMesh) -> tuple[int, 
 
 
 def local_bytes(shape: tuple[int, ...], size: int, parts: Ints) -> NDArray[np.float64]:
-    """Bytes [layouts] of the largest block of a tensor.
-
-    Args:
-        shape: of the tensor.
-        size: bytes of an element.
-        parts: [layouts, dims], see `parts_of`.
-    """
+    """Bytes [layouts] of the largest block of a tensor; `size` bytes an element, `parts` as of `parts_of`."""
     return block_bytes(even_blocks(shape, parts), size)
 
 
@@ -177,6 +179,13 @@ def _enumerate(
         for layout in choices(rule, mesh, [linear[group] for group in passing])
         if not _uses_unit_axes(layout)
     ]
+    return strategies_in(layouts, rule, linear, reduction)
+
+
+def strategies_in(
+    layouts: Sequence[OpLayout], rule: Rule, linear: tuple[tuple[int, ...], ...], reduction: str
+) -> Strategies:
+    """Some layouts of an op as its strategies, by its rule, linear groups and reduction."""
     return Strategies(
         tuple((layout.axes, layout.partial) for layout in layouts),
         tuple(

@@ -31,7 +31,7 @@ import numpy as np
 from distgraph.errors import ShardingError
 from distgraph.ir.dtypes import is_float, itemsize
 from distgraph.ir.graph import SOURCES, Graph, Op, Value
-from distgraph.ir.index_rule import OpLayout, operand_spec, result_spec
+from distgraph.ir.index_rule import OpLayout
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.op_registry import flops, linear_groups, lookup, rule_of
 from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
@@ -40,16 +40,11 @@ from distgraph.passes.complete import follow
 from distgraph.passes.redistribution.planner import Price, redistribute_cost, wire_price
 from distgraph.passes.redistribution.tiles import without_unit_axes
 from distgraph.passes.search.intra_op.chosen_layouts import Layouts
-from distgraph.passes.search.intra_op.strategies import Strategies, local_bytes, strategies_of
+from distgraph.passes.search.intra_op.strategies import Strategies, local_bytes, strategies_in, strategies_of
 
 
 def propagate(graph: Graph, mesh: ProcessMesh, price: Price = wire_price) -> Layouts:
     """Layouts of a whole graph from those of the ops and values that are annotated.
-
-    Args:
-        graph: serial; its annotations hold.
-        mesh: where everything runs.
-        price: of one collective.
 
     Raises:
         ShardingError: nothing is annotated, or an annotation does not fit the mesh.
@@ -94,7 +89,9 @@ def laid_out(
     propagation = _Propagation(graph, mesh, price)
     for op in graph.ops:
         if not propagation.is_pinned(op):
-            propagation.options[op.name] = _only(op, ops[op.name])
+            reduction = lookup(op.kind).reduction
+            only = strategies_in([ops[op.name]], rule_of(op), linear_groups(op), reduction)
+            propagation.options[op.name] = only
         propagation.chosen[op.name] = 0
     return propagation.layouts(Origin("search", mode))
 
@@ -183,10 +180,7 @@ class _Propagation:
         numbers = tuple(i for i, layout in enumerate(layouts) if self.allowed(op, layout))
         key = id(every), numbers
         if key not in self.restricted:
-            self.restricted[key] = (
-                every,
-                _some(every, numbers),
-            )  # `every` is kept, so that its id stays its own
+            self.restricted[key] = every, every.subset(numbers)  # keeps `every`, so that its id stays its own
         return self.restricted[key][1]
 
     def configure(self, given: Mapping[str, OpLayout]) -> list[Op]:
@@ -407,25 +401,6 @@ class _Propagation:
             return self.cost(value, made, spec) + sum(self.cost(value, spec, w) for w in needed)
 
         return min(candidates, key=total)
-
-
-def _some(every: Strategies, numbers: tuple[int, ...]) -> Strategies:
-    """The options of an op with some numbers."""
-    return Strategies(
-        tuple(every.options[i] for i in numbers),
-        tuple(tuple(specs[i] for i in numbers) for specs in every.result_specs),
-        tuple(tuple(specs[i] for i in numbers) for specs in every.operand_specs),
-    )
-
-
-def _only(op: Op, layout: OpLayout) -> Strategies:
-    """The single option of an op whose layout is given."""
-    rule, linear, reduction = rule_of(op), linear_groups(op), lookup(op.kind).reduction
-    return Strategies(
-        ((layout.axes, layout.partial),),
-        tuple((result_spec(rule, i, layout, reduction),) for i in range(len(op.results))),
-        tuple((operand_spec(rule, i, layout, linear),) for i in range(len(op.operands))),
-    )
 
 
 def _forward(op: Op) -> bool:

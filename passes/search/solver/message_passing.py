@@ -68,10 +68,9 @@ class Messages:
         return total
 
     def reparametrised(self, cost: Floats) -> tuple[Floats, Floats]:
-        """The first and the second sum's terms above, [strategies] and [table]: equal costs of every choice.
+        """The terms of the first and of the second sum above, [strategies] and [table].
 
-        Args:
-            cost: of every strategy.
+        They give every choice the same cost as before.
         """
         f = self.flat
         sides = f.ends.ravel()

@@ -102,12 +102,7 @@ def _binding(network: Network, slack: float) -> Numbers:
 
 
 class _Change:
-    """What all nodes use at one time less what they use at another.
-
-    Attributes:
-        most: an upper bound on it, over all choices.
-        least: a lower bound.
-    """
+    """Bounds, over all choices, on what all nodes use at one time less what they use at another."""
 
     def __init__(self) -> None:
         self.most = self.least = 0.0

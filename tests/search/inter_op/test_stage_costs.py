@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from support.search.stage_problems import brute_force, check, sizes
+from support.search.stage_problems import brute_force, check, every_stage, sizes
 
 from distgraph.engine.search_driver.stage_search import CostsWithBorders
 from distgraph.errors import InfeasibleError
@@ -17,7 +17,6 @@ from distgraph.passes.search.inter_op.stage_costs import (
     IntervalCosts,
     ProfileCosts,
     RestrictedCosts,
-    every_stage,
     stage_indices,
 )
 from distgraph.passes.search.inter_op.stages import StageProblem, find_stages

@@ -4,19 +4,39 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
-from distgraph.passes.search.inter_op.stage_costs import (
-    IntervalCosts,
-    StageCosts,
-    every_stage,
-)
+from distgraph.ir.float_arrays import Floats
+from distgraph.passes.search.inter_op.stage_costs import IntervalCosts, stage_indices
 from distgraph.passes.search.inter_op.stages import StageProblem
-from distgraph.passes.search.inter_op.submesh_placement import (
-    SubMesh,
-)
+from distgraph.passes.search.inter_op.submesh_placement import SubMesh
+
+
+@dataclass(frozen=True, slots=True)
+class StageCosts:
+    """Costs [first, last, sub-mesh, config] of every stage; inf and 0 where last < first.
+
+    Attributes:
+        seconds: of one micro-batch, forward and backward; inf where the stage does not fit.
+        step: once a step.
+    """
+
+    seconds: Floats
+    step: Floats
+
+
+def every_stage(costs: IntervalCosts, in_flight: int) -> StageCosts:
+    """Costs of all stages as arrays, with `in_flight` micro-batches in flight."""
+    layers, submeshes, configs = costs.shape
+    stages = stage_indices(costs.shape)
+    seconds = np.full((layers, layers, submeshes, configs), np.inf)
+    step = np.zeros_like(seconds)
+    seconds.reshape(-1)[stages] = costs.seconds_of(stages, in_flight)
+    step.reshape(-1)[stages] = costs.step_of(stages)
+    return StageCosts(seconds, step)
 
 
 def sizes(*counts: int) -> tuple[SubMesh, ...]:
