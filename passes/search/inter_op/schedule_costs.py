@@ -115,72 +115,61 @@ def simulated_makespan(
         37.0
     """
     count = len(forward)
-    transfer, once = transfer or [0.0] * (count - 1), step or [0.0] * count
+    once = step or [0.0] * count
     messages = {(side, after): border[side] for after, border in enumerate(links) for side in (0, 1)}
     work = max(micro_batches * (f + b) + s for f, b, s in zip(forward, backward, once, strict=True))
-    ends = _ends(schedule, forward, backward, micro_batches, transfer, messages)
+    pipeline = _Pipeline(schedule, forward, backward, transfer or [0.0] * (count - 1), messages)
+    ends = _ends(pipeline, micro_batches)
     seconds = max(end + more for end, more in zip(ends, once, strict=True))
     return seconds if schedule.fill == 1 else work + schedule.fill * (seconds - work)
 
 
-def _ends(
-    schedule: SchedulePolicy,
-    forward: Sequence[float],
-    backward: Sequence[float],
-    micro_batches: int,
-    transfer: Sequence[float],
-    messages: Mapping[tuple[int, int], LinkSeconds],
-) -> list[float]:
+@dataclass(frozen=True, slots=True)
+class _Pipeline:
+    """A pipeline to follow; messages by direction (0 forward, 1 backward) and stage before the border."""
+
+    schedule: SchedulePolicy
+    forward: Sequence[float]
+    backward: Sequence[float]
+    transfer: Sequence[float]
+    messages: Mapping[tuple[int, int], LinkSeconds]
+
+
+def _ends(pipeline: _Pipeline, micro_batches: int) -> list[float]:
     """End of the last backward part of every stage: followed, extrapolated or, of very many, in the steady
     state."""
-    count = len(forward)
+    count = len(pipeline.forward)
     if _CYCLES * count**2 > _MOST_FOLLOWED:
-        return _steady_ends(schedule, forward, backward, micro_batches, transfer, messages)
+        return _steady_ends(pipeline, micro_batches)
     followed = min(micro_batches, max(_CYCLES * count, _FOLLOWED // count))
-    ends = _last_ends(schedule, forward, backward, followed, transfer, messages)
+    ends = _last_ends(pipeline, followed)
     if followed < micro_batches:
         later = followed // 2 // count * count  # whole cycles of the pipeline
-        before = _last_ends(schedule, forward, backward, followed - later, transfer, messages)
+        before = _last_ends(pipeline, followed - later)
         rounds = (micro_batches - followed) / later
         ends = [end + rounds * (end - earlier) for end, earlier in zip(ends, before, strict=True)]
     return ends
 
 
-def _steady_ends(
-    schedule: SchedulePolicy,
-    forward: Sequence[float],
-    backward: Sequence[float],
-    micro_batches: int,
-    transfer: Sequence[float],
-    messages: Mapping[tuple[int, int], LinkSeconds],
-) -> list[float]:
+def _steady_ends(pipeline: _Pipeline, micro_batches: int) -> list[float]:
     """End of the last backward part of every stage, were the period of all the longest of any stage."""
-    count = len(forward)
-    period, turn = max(link_totals(messages).values(), default=0.0), 0.0  # turn: from a stage and back to it
+    forward, backward, transfer = pipeline.forward, pipeline.backward, pipeline.transfer
+    count, turn = len(forward), 0.0  # turn: from a stage and back to it
+    period = max(link_totals(pipeline.messages).values(), default=0.0)
     for stage in reversed(range(count)):
         busy = forward[stage] + backward[stage]
         turn += busy + (2 * transfer[stage] if stage + 1 < count else 0.0)
-        period = max(period, busy, turn / schedule.in_flight(stage, count, micro_batches))
+        period = max(period, busy, turn / pipeline.schedule.in_flight(stage, count, micro_batches))
     ends = [turn + (micro_batches - 1) * period]
     for stage in range(count - 1):
         ends.append(ends[-1] - backward[stage] - transfer[stage])
     return ends
 
 
-def _last_ends(
-    schedule: SchedulePolicy,
-    forward: Sequence[float],
-    backward: Sequence[float],
-    micro_batches: int,
-    transfer: Sequence[float],
-    messages: Mapping[tuple[int, int], LinkSeconds],
-) -> list[float]:
-    """End of the last backward part of every stage, by events in the order of time.
-
-    Args:
-        messages: (0 forward | 1 backward, stage before the border) -> what a message occupies.
-    """
-    count, queues = len(forward), LinkQueues(messages)
+def _last_ends(pipeline: _Pipeline, micro_batches: int) -> list[float]:
+    """End of the last backward part of every stage, by events in the order of time."""
+    schedule, forward, backward = pipeline.schedule, pipeline.forward, pipeline.backward
+    count, queues = len(forward), LinkQueues(pipeline.messages)
     limits = _buffer_limits(schedule, count)
     ready: tuple[list[list[float]], list[list[float]]]
     ready = [[0.0] * micro_batches, *([] for _ in range(count - 1))], [[] for _ in range(count)]
@@ -231,7 +220,7 @@ def _last_ends(
             ready[1][stage].append(end)
         elif target >= 0:
             border = which, min(stage, target)
-            earliest = end + transfer[border[1]]
+            earliest = end + pipeline.transfer[border[1]]
             if border in queues.longest:
                 handed_over = max(time, earliest - queues.longest[border])
                 heapq.heappush(events, (handed_over, target, which, earliest))

@@ -9,7 +9,7 @@ from distgraph.passes.search.solver.problem import Problem, Use
 
 
 def limited(formulation: Formulation, limit: float) -> Problem:
-    """The problem whose choices use at most `limit` bytes of a rank at a time; copies without node are free."""
+    """The problem whose choices use at most `limit` bytes of a rank at a time, copies without node aside."""
     terms, end = formulation.cost_terms, len(formulation.graph.ops) + 1
     uses: list[list[Use]] = []
     for fixed, activations in zip(terms.fixed, terms.activations, strict=True):
