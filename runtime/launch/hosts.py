@@ -34,12 +34,8 @@ class Host:
     slots: int
 
 
-def parse_hosts(text: str, where: str = "--hosts") -> tuple[Host, ...]:
+def parse_hosts(text: str) -> tuple[Host, ...]:
     """Hosts from a list such as "a:4,b:4"; one slot where no number is given.
-
-    Args:
-        text: the list.
-        where: what it was given by, for messages.
 
     Raises:
         RuntimeFault: the list is malformed or empty.
@@ -48,13 +44,8 @@ def parse_hosts(text: str, where: str = "--hosts") -> tuple[Host, ...]:
         >>> parse_hosts("a:2,b")
         (Host(name='a', slots=2), Host(name='b', slots=1))
     """
-    hosts = []
-    for part in text.split(","):
-        name, separator, count = part.strip().rpartition(":")
-        if not separator or part.strip().endswith("]"):
-            name, count = part.strip(), "1"
-        hosts.append(_host(name, count, where, part.strip()))
-    return _limited(hosts, where)
+    parts = [part.strip() for part in text.split(",")]
+    return _limited([_host(*_name_and_slots(part), "--hosts", part) for part in parts], "--hosts")
 
 
 def read_hostfile(path: str | Path) -> tuple[Host, ...]:
@@ -72,9 +63,7 @@ def read_hostfile(path: str | Path) -> tuple[Host, ...]:
         words = line.partition("#")[0].split()
         if not words:
             continue
-        name, separator, count = words[0].rpartition(":")
-        if not separator or words[0].endswith("]"):
-            name, count = words[0], "1"
+        name, count = _name_and_slots(words[0])
         for word in words[1:]:
             key, _, value = word.partition("=")
             count = value if key == "slots" else count
@@ -107,6 +96,12 @@ def merged(hosts: Sequence[Host]) -> tuple[Host, ...]:
 def short_name(name: str) -> str:
     """The name of a host without its domain; an address as it is."""
     return name if re.fullmatch(r"[0-9.]+|\[.*\]", name) else name.partition(".")[0]
+
+
+def _name_and_slots(word: str) -> tuple[str, str]:
+    """The parts of "a:4"; one slot for "a", and for an IPv6 address in brackets."""
+    name, separator, count = word.rpartition(":")
+    return (name, count) if separator and not word.endswith("]") else (word, "1")
 
 
 def _host(name: str, count: str, where: str, text: str) -> Host:

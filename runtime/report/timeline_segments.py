@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from distgraph.runtime.execute.measured_timeline import MeasuredRank
+from distgraph.runtime.execute.measured_timeline import MeasuredRank, MeasuredRun
 from distgraph.runtime.forecast.forecast import Forecast
 from distgraph.runtime.forecast.stream_model import Span, TaskTime
 from distgraph.runtime.schedule.timeline import Interval
@@ -48,16 +48,23 @@ class Segment:
 
 def task_segments(forecast: Forecast, row: int) -> Iterator[Segment]:
     """Tasks of one row and the idle time between them, without a gap."""
-    timeline, clock = forecast.timeline, 0.0
+    timeline, seconds = forecast.timeline, forecast.step_seconds
     kinds = {task.name: task.kind for task in timeline.graph.tasks}
-    least = _ROUNDING * forecast.step_seconds
-    for run in timeline.of_rank(timeline.columns[row][0]):
+    return _with_idle(timeline.of_rank(timeline.columns[row][0]), row, kinds, seconds, _ROUNDING * seconds)
+
+
+def _with_idle(
+    runs: Iterable[Interval | MeasuredRun], row: int, kinds: Mapping[str, str], seconds: float, least: float
+) -> Iterator[Segment]:
+    """Segments of runs, and of the idle time of more than `least` seconds before, between and after them."""
+    clock = 0.0
+    for run in runs:
         if run.start - clock > least:
             yield Segment(row, "compute", "idle", "", -1, clock, run.start - clock)
         yield Segment(row, "compute", kinds[run.task], run.task, run.micro, run.start, run.end - run.start)
         clock = run.end
-    if forecast.step_seconds - clock > least:
-        yield Segment(row, "compute", "idle", "", -1, clock, forecast.step_seconds - clock)
+    if seconds - clock > least:
+        yield Segment(row, "compute", "idle", "", -1, clock, seconds - clock)
 
 
 def inner_segments(forecast: Forecast, row: int, *, ops: bool = True) -> Iterator[Segment]:
@@ -96,17 +103,8 @@ def task_time(forecast: Forecast, run: Interval) -> TaskTime:
 def measured_segments(
     rank: MeasuredRank, row: int, kinds: Mapping[str, str], seconds: float
 ) -> Iterator[Segment]:
-    """Segments of one rank in a measured step: tasks with the waiting inside, idle time between them,
-    messages.
-    """
-    clock = 0.0
-    for run in rank.runs:
-        if run.start > clock:
-            yield Segment(row, "compute", "idle", "", -1, clock, run.start - clock)
-        yield Segment(row, "compute", kinds[run.task], run.task, run.micro, run.start, run.end - run.start)
-        clock = run.end
-    if seconds > clock:
-        yield Segment(row, "compute", "idle", "", -1, clock, seconds - clock)
+    """Segments of one rank in a measured step: tasks with the waiting inside, idle time, messages."""
+    yield from _with_idle(rank.runs, row, kinds, seconds, 0.0)
     for message in rank.messages:
         context = message.task, message.micro
         waits = message.end - message.waited
