@@ -80,9 +80,7 @@ def check_op_axes(completed: Graph) -> None:
         given = completed.op_axes.get(op.name)
         if given is None or op.layout is None:
             continue
-        mesh = op.layout.mesh
-        split = ((i, tuple(a for a in axes if mesh.axis_size(a) > 1)) for i, axes in op.layout.axes)
-        if tuple(sorted((i, axes) for i, axes in split if axes)) != given.on(mesh, str(op)):
+        if tuple(sorted(op.layout.without_unit_axes.axes)) != given.on(op.layout.mesh, str(op)):
             raise ShardingError(
                 f"{op} is given the axes {given} ({given.origin.where}) but other annotations lead to "
                 f"{op.layout}; take one of them out"

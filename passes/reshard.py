@@ -35,21 +35,7 @@ from distgraph.passes.redistribution.cross_mesh import transfer_cost
 from distgraph.passes.redistribution.planner import redistribute_cost
 from distgraph.passes.redistribution.tiles import without_unit_axes
 
-Key = tuple[str, DistAttr] | tuple[str, DistAttr, Windows]
 Arrivals = dict[tuple[str, ProcessMesh], DistAttr]
-
-
-class Copies(dict[Key, Value]):
-    """Copies so far: (value, layout) or (value, layout, windows) -> the copy.
-
-    Attributes:
-        arrivals: (value, another mesh) -> the layout in which the value is sent to the mesh, if it is read
-            there in several.
-    """
-
-    def __init__(self, arrivals: Arrivals) -> None:
-        super().__init__()
-        self.arrivals = arrivals
 
 
 @register_pass("reshard", requires="completed", stage="resharded")
@@ -64,22 +50,81 @@ def reshard(graph: Graph) -> Graph:
     if incomplete is not None:
         raise GraphError(f"{incomplete} has no layout; run the pass complete before reshard")
     graph = _without_unit_axes(graph)
-    attrs = dict(graph.attrs)
-    attrs.update(_layouts_of_updates(graph))
-    ops: list[Op] = []
-    copies = Copies(_arrivals(graph, attrs))
+    program = _Program(graph)
     for op in graph.ops:
+        program.add(op)
+    updates = tuple((old, program.updated(old, new)) for old, new in graph.updates)
+    return graph.with_ops(program.ops, attrs=program.attrs, updates=updates)
+
+
+class _Program:
+    """The program with its changes of layout so far.
+
+    Attributes:
+        ops: its ops.
+        attrs: layouts of all values, those of copies included.
+        copies: (value, layout, windows) -> the copy in this layout, with a halo where there are windows.
+        arrivals: (value, another mesh) -> the layout in which the value is sent to the mesh, if it is read
+            there in several.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.ops: list[Op] = []
+        self.attrs = {**graph.attrs, **_layouts_of_updates(graph)}
+        self.copies: dict[tuple[str, DistAttr, Windows], Value] = {}
+        self.arrivals = _arrivals(graph, self.attrs)
+
+    def add(self, op: Op) -> None:
+        """Add an op, with the changes of layout before and after it."""
         if op.kind == "reshard" or is_collective(op):
-            ops.append(op)
-            continue
-        operands = tuple(_with_halo(op, i, ops, attrs, copies) for i in range(len(op.operands)))
-        results, after = _results(op, attrs)
+            self.ops.append(op)
+            return
+        operands = tuple(self._with_halo(op, i) for i in range(len(op.operands)))
+        results, after = _results(op, self.attrs)
         both = zip((*operands, *results), (*op.operands, *op.results), strict=True)
         same = all(new is old for new, old in both)
-        ops.append(op if same else replace(op, operands=operands, results=results))
-        ops.extend(after)
-    updates = tuple((old, _in_layout_of(graph, old, new, ops, attrs, copies)) for old, new in graph.updates)
-    return graph.with_ops(ops, attrs=attrs, updates=updates)
+        self.ops.append(op if same else replace(op, operands=operands, results=results))
+        self.ops.extend(after)
+
+    def updated(self, old: str, new: Value) -> Value:
+        """The new value of a parameter in the layout of the value that it replaces."""
+        layout = self.attrs[old]
+        if self.attrs[new.name] == layout:
+            return new
+        return self._copy(replace(self.graph.producers[new.name], role="optimize"), new, layout, new)
+
+    def _with_halo(self, op: Op, position: int) -> Value:
+        """An operand in the layout in which an op reads it, with a halo if its windows need one."""
+        windows = operand_windows(op, position)
+        if not windows:
+            return self._operand(op, position)
+        value, layout = op.operands[position], _read_layout(op, position)
+        if not fetches(self.attrs[value.name], layout):
+            value = self._operand(op, position)
+        return self._copy(op, value, layout, value, windows)
+
+    def _operand(self, op: Op, position: int) -> Value:
+        """An operand in the layout in which an op reads it."""
+        value, layout = op.operands[position], _read_layout(op, position)
+        if self.attrs[value.name] == layout:
+            return value
+        arrival = self.arrivals.get((value.name, layout.mesh), layout)
+        arrived = self._copy(op, value, arrival, value)
+        return arrived if arrival == layout else self._copy(op, value, layout, arrived)
+
+    def _copy(self, op: Op, value: Value, layout: DistAttr, source: Value, windows: Windows = ()) -> Value:
+        """A value in another layout, made for an op of `source`: the value itself or a copy of it."""
+        key = (value.name, layout, windows)
+        if key not in self.copies:
+            copy = replace(value, name=f"{value.name}.{'h' if windows else 'r'}{len(self.copies)}")
+            self.copies[key], self.attrs[copy.name] = copy, layout
+            change = _reshard_op(op, source, copy, layout)
+            if windows:
+                axes = tuple(axis for dim, _ in windows for axis in layout.spec.dims[dim])
+                change = replace(change, kind="comm.halo", attrs={"axes": axes, "windows": windows})
+            self.ops.append(change)
+        return self.copies[key]
 
 
 def _without_unit_axes(graph: Graph) -> Graph:
@@ -91,16 +136,8 @@ def _without_unit_axes(graph: Graph) -> Graph:
         name: replace(attr, spec=without_unit_axes(attr.spec, attr.mesh))
         for name, attr in graph.attrs.items()
     }
-    return graph.with_ops((replace(op, layout=_layout_without(op)) for op in graph.ops), attrs=attrs)
-
-
-def _layout_without(op: Op) -> OpLayout:
-    layout = op.layout
-    assert layout is not None
-    long = {axis for axis, size in layout.mesh.sizes.items() if size > 1}
-    axes = ((index, tuple(axis for axis in split if axis in long)) for index, split in layout.axes)
-    partial = tuple((axis, group) for axis, group in layout.partial if axis in long)
-    return OpLayout(layout.mesh, tuple((index, split) for index, split in axes if split), partial)
+    ops = (op if op.layout is None else replace(op, layout=op.layout.without_unit_axes) for op in graph.ops)
+    return graph.with_ops(ops, attrs=attrs)
 
 
 def _layouts_of_updates(graph: Graph) -> dict[str, DistAttr]:
@@ -117,39 +154,6 @@ def _layouts_of_updates(graph: Graph) -> dict[str, DistAttr]:
     }
 
 
-def _in_layout_of(
-    graph: Graph, old: str, new: Value, ops: list[Op], attrs: dict[str, DistAttr], copies: Copies
-) -> Value:
-    """The new value of a parameter in the layout of the value that it replaces."""
-    layout = attrs[old]
-    if attrs[new.name] == layout:
-        return new
-    key = (new.name, layout)
-    if key not in copies:
-        copies[key] = replace(new, name=f"{new.name}.r{len(copies)}")
-        attrs[copies[key].name] = layout
-        ops.append(replace(_reshard_op(graph.producers[new.name], new, copies[key], layout), role="optimize"))
-    return copies[key]
-
-
-def _with_halo(op: Op, position: int, ops: list[Op], attrs: dict[str, DistAttr], copies: Copies) -> Value:
-    """An operand in the layout in which an op reads it, with a halo if its windows need one."""
-    windows = operand_windows(op, position)
-    if not windows:
-        return _operand(op, position, ops, attrs, copies)
-    value, layout = op.operands[position], _read_layout(op, position)
-    if not fetches(attrs[value.name], layout):
-        value = _operand(op, position, ops, attrs, copies)
-    key = (value.name, layout, windows)
-    if key not in copies:
-        copies[key] = replace(value, name=f"{value.name}.h{len(copies)}")
-        attrs[copies[key].name] = layout
-        halo = _reshard_op(op, value, copies[key], layout)
-        axes = tuple(axis for dim, _ in windows for axis in layout.spec.dims[dim])
-        ops.append(replace(halo, kind="comm.halo", attrs={"axes": axes, "windows": windows}))
-    return copies[key]
-
-
 def fetches(stored: DistAttr, read: DistAttr) -> bool:
     """Whether a halo fetches windows directly from a layout on the same ranks in another order."""
     same = stored.mesh.rank_set == read.mesh.rank_set and stored.spec.partial == read.spec.partial
@@ -160,34 +164,6 @@ def _read_layout(op: Op, position: int) -> DistAttr:
     """Layout in which an op reads an operand; for an operand with windows that of its blocks without them."""
     mesh = operand_mesh(op, position)
     return DistAttr(mesh, operand_layout(op, position), Origin("op", f"%{op.name} {op.kind}"))
-
-
-def _operand(op: Op, position: int, ops: list[Op], attrs: dict[str, DistAttr], copies: Copies) -> Value:
-    """An operand in the layout in which an op reads it."""
-    value, layout = op.operands[position], _read_layout(op, position)
-    if attrs[value.name] == layout:
-        return value
-    arrival = copies.arrivals.get((value.name, layout.mesh), layout)
-    arrived = _copy(op, value, arrival, value, ops, attrs, copies)
-    return arrived if arrival == layout else _copy(op, value, layout, arrived, ops, attrs, copies)
-
-
-def _copy(
-    op: Op,
-    value: Value,
-    layout: DistAttr,
-    source: Value,
-    ops: list[Op],
-    attrs: dict[str, DistAttr],
-    copies: Copies,
-) -> Value:
-    """A value in another layout, resharded from `source`, which is the value itself or a copy of it."""
-    key = (value.name, layout)
-    if key not in copies:
-        copies[key] = replace(value, name=f"{value.name}.r{len(copies)}")
-        attrs[copies[key].name] = layout
-        ops.append(_reshard_op(op, source, copies[key], layout))
-    return copies[key]
 
 
 def _arrivals(graph: Graph, attrs: Mapping[str, DistAttr]) -> Arrivals:

@@ -108,6 +108,14 @@ class OpLayout:
         """Number of parts in which an index is split."""
         return self.mesh.count(self.of(index))
 
+    @property
+    def without_unit_axes(self) -> OpLayout:
+        """The same layout without axes of one rank."""
+        long = {axis for axis, size in self.mesh.sizes.items() if size > 1}
+        axes = ((index, tuple(axis for axis in split if axis in long)) for index, split in self.axes)
+        partial = tuple((axis, group) for axis, group in self.partial if axis in long)
+        return OpLayout(self.mesh, tuple((index, split) for index, split in axes if split), partial)
+
     def __str__(self) -> str:
         body = [f"{index}:{'*'.join(axes)}" for index, axes in self.axes]
         return "{" + ", ".join(body + [f"partial {axis}:{group}" for axis, group in self.partial]) + "}"

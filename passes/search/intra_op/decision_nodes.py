@@ -27,8 +27,8 @@ from functools import lru_cache
 from distgraph.errors import ShardingError
 from distgraph.ir.graph import SOURCES, Op
 from distgraph.ir.mesh import ProcessMesh
-from distgraph.ir.op_registry import rule_of
 from distgraph.ir.sharding_spec import AxisAttr, DistAttr, OpAxes, ShardSpec
+from distgraph.passes.complete import follow
 from distgraph.passes.redistribution.tiles import without_unit_axes
 from distgraph.passes.search.intra_op.strategies import Specs, Strategies, strategies_of
 from distgraph.passes.search.layering.layer_folding import Fold, FoldedValue
@@ -135,11 +135,7 @@ def _strategies(op: Op, mesh: ProcessMesh, attr: DistAttr | None, given: OpAxes 
     if op.kind != "reshard" or attr is None:
         return strategies_of(op, mesh)
     spec = without_unit_axes(attr.spec, mesh)
-    terms = rule_of(op).results[0]
-    axes = tuple(
-        sorted((term[0], split) for term, split in zip(terms, spec.dims, strict=True) if split and term)
-    )
-    return Strategies(((axes, ()),), ((spec,),), ((spec,),))
+    return Strategies(((follow(op, attr).axes, ()),), ((spec,),), ((spec,),))
 
 
 def _with_axes(op: Op, mesh: ProcessMesh, given: OpAxes) -> Strategies:

@@ -83,8 +83,8 @@ def encode_layouts(fold: Fold, nodes: Nodes, mesh: ProcessMesh, layouts: Layouts
     for number, node in enumerate(nodes.all):
         if isinstance(node, OpNode):
             op = fold.ops[node.number]
-            layout = _layout_key(layouts.ops[op.op.name], mesh)
-            options = {_key(*option): i for i, option in enumerate(node.strategies.options)}
+            layout = _key(layouts.ops[op.op.name])
+            options = {_key(OpLayout(mesh, *option)): i for i, option in enumerate(node.strategies.options)}
             if len(options) > 1 and layout not in options:
                 raise ShardingError(
                     f"{op.op}: {layouts.ops[op.op.name]} is not among its strategies on {mesh}"
@@ -97,17 +97,10 @@ def encode_layouts(fold: Fold, nodes: Nodes, mesh: ProcessMesh, layouts: Layouts
     return tuple(choice)
 
 
-def _key(
-    axes: tuple[tuple[str, tuple[str, ...]], ...], partial: tuple[tuple[str, int], ...]
-) -> tuple[object, object]:
-    return tuple(sorted(axes)), tuple(sorted(partial))
-
-
-def _layout_key(layout: OpLayout, mesh: ProcessMesh) -> tuple[object, object]:
+def _key(layout: OpLayout) -> tuple[object, object]:
     """A key that is equal for equivalent layouts: axes of one rank are left out, and the order is fixed."""
-    axes = [(index, tuple(a for a in split if mesh.axis_size(a) > 1)) for index, split in layout.axes]
-    partial = [(axis, group) for axis, group in layout.partial if mesh.axis_size(axis) > 1]
-    return _key(tuple((index, split) for index, split in axes if split), tuple(partial))
+    plain = layout.without_unit_axes
+    return tuple(sorted(plain.axes)), tuple(sorted(plain.partial))
 
 
 def _storage_option(

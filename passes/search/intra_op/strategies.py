@@ -177,7 +177,7 @@ def _enumerate(
     layouts = [
         OpLayout(mesh, layout.axes, tuple((axis, passing[group]) for axis, group in layout.partial))
         for layout in choices(rule, mesh, [linear[group] for group in passing])
-        if not _uses_unit_axes(layout)
+        if layout == layout.without_unit_axes
     ]
     return strategies_in(layouts, rule, linear, reduction)
 
@@ -197,9 +197,3 @@ def strategies_in(
             for i in range(len(rule.operands))
         ),
     )
-
-
-def _uses_unit_axes(layout: OpLayout) -> bool:
-    """Whether a layout splits an index over an axis of one rank, or is partial over one."""
-    axes = [*(axis for _, split in layout.axes for axis in split), *(axis for axis, _ in layout.partial)]
-    return any(layout.mesh.axis_size(axis) == 1 for axis in axes)
