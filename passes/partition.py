@@ -10,7 +10,7 @@ Invariant: ranks of one mesh run the same ops in the same order; only shapes, of
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ import numpy as np
 
 from distgraph.ir.collective_registry import Collective, RankCall, is_collective
 from distgraph.ir.collectives import collective_of
+from distgraph.ir.dtypes import itemsize
 from distgraph.ir.gc_pause import collector_paused
 from distgraph.ir.graph import SOURCES, Graph, Op
 from distgraph.ir.mesh import ProcessMesh
@@ -85,6 +86,19 @@ class RankProgram:
         """The lowered graph."""
         return self.parts.graph
 
+    @property
+    def ops(self) -> Iterator[LocalOp]:
+        """The ops of all its tasks."""
+        return (local for task in self.tasks for local in task.ops)
+
+    def makers(self) -> dict[str, LocalOp]:
+        """Value -> the op by which it comes to be on the rank."""
+        return {value.name: local for local in self.ops if local.mode != "send" for value in local.op.results}
+
+    def received(self) -> set[str]:
+        """Values that come from another mesh."""
+        return {local.op.result.name for local in self.ops if local.mode == "recv"}
+
     def constant(self, value: str) -> Any:
         """The rank's block of an array that stands in the program; a number as it is."""
         payload = self.graph.producers[value].attrs["value"]
@@ -147,33 +161,30 @@ def communication(graph: Graph, op: Op, rank: int) -> LocalOp:
 def _comm(graph: Graph, op: Op, rank: int, number: int) -> tuple[str, dict[str, Any]]:
     """Mode and attributes of a collective on one rank: on its group, tile by tile, or on its block alone."""
     source, target = graph.attrs[op.operands[0].name], graph.attrs[op.name]
-    mesh, shape = source.mesh, op.results[0].shape
+    mesh = source.mesh
     declared = collective_of(op.kind)
     assert declared is not None, op.kind
-    itemsize = op.results[0].nbytes // max(1, op.results[0].size)
     if "windows" in op.attrs:  # a halo, whose axes are those of the mesh that reads
-        return "exchange", _halo(op, source, target, rank, itemsize, number)
+        return "exchange", _halo(op, source, target, rank, number)
     if declared.traffic == "tiles":
-        tiles = tiles_by_rank(shape, source, target).get(rank, ())
-        return "exchange", _exchange(tiles, source, target, shape, rank, itemsize, number)
+        tiles = tiles_by_rank(op.result.shape, source, target).get(rank, ())
+        return "exchange", _exchange(op, tiles, source, target, rank, number)
     group = () if declared.local else mesh.group(rank, tuple(op.attrs.get("axes", ())))
     arguments = declared.arguments(RankCall(op, source, target, rank, group)) if declared.arguments else {}
     if declared.local:
         return op.kind, dict(arguments)
     larger = op.results if declared.growth > 0 else op.operands
     shapes = (graph.attrs[value.name].spec.local_shape(value.shape, mesh, rank) for value in larger)
-    size = itemsize * sum(map(math.prod, shapes))
+    size = itemsize(op.results[0].dtype) * sum(map(math.prod, shapes))
     return op.kind, {"group": group, **arguments, "wire": declared.sent_share(len(group)) * size}
 
 
-def _halo(
-    op: Op, source: DistAttr, target: DistAttr, rank: int, itemsize: int, number: int
-) -> dict[str, Any]:
+def _halo(op: Op, source: DistAttr, target: DistAttr, rank: int, number: int) -> dict[str, Any]:
     """An exchange after which every rank holds its window."""
     shape, windows = op.result.shape, op.attrs["windows"]
     tiles = halo_tiles(shape, target.mesh, target.spec, windows, source)
     want = window_bounds(shape, target.mesh, target.spec, windows, rank)
-    attrs = _exchange(tiles, source, target, shape, rank, itemsize, number)
+    attrs = _exchange(op, tiles, source, target, rank, number)
     landing = [(tile, inside_window(tile, want, shape)) for tile in tiles if tile.target_rank == rank]
     recvs = tuple((tile.source_rank, where) for tile, where in landing if not tile.local)
     kept = tuple(where for tile, where in landing if tile.local)
@@ -187,10 +198,8 @@ def _transfer(graph: Graph, op: Op, mesh: ProcessMesh, rank: int, number: int) -
     Where both have the same ranks, one task does both.
     """
     source, target = graph.attrs[op.operands[0].name], graph.attrs[op.result.name]
-    shape = op.result.shape
-    moves = tiles_by_rank(shape, source, target)
-    itemsize = op.result.nbytes // max(1, op.result.size)
-    attrs = _exchange(moves.get(rank, ()), source, target, shape, rank, itemsize, number)
+    moves = tiles_by_rank(op.result.shape, source, target)
+    attrs = _exchange(op, moves.get(rank, ()), source, target, rank, number)
     if source.mesh.rank_set == target.mesh.rank_set:
         return "exchange", attrs
     if mesh.rank_set == target.mesh.rank_set:
@@ -199,19 +208,13 @@ def _transfer(graph: Graph, op: Op, mesh: ProcessMesh, rank: int, number: int) -
 
 
 def _exchange(
-    tiles: tuple[Tile, ...],
-    source: DistAttr,
-    target: DistAttr,
-    shape: tuple[int, ...],
-    rank: int,
-    itemsize: int,
-    number: int,
+    op: Op, tiles: tuple[Tile, ...], source: DistAttr, target: DistAttr, rank: int, number: int
 ) -> dict[str, Any]:
     """Slices of the local blocks that a rank sends, receives and copies to itself."""
     sends: list[tuple[int, Slices]] = []
     recvs: list[tuple[int, Slices]] = []
     copies: list[tuple[Slices, Slices]] = []
-    wire = 0.0
+    wire, shape = 0.0, op.result.shape
     have = source.spec.bounds(shape, source.mesh, rank) if rank in source.mesh else ()
     want = target.spec.bounds(shape, target.mesh, rank) if rank in target.mesh else ()
     for tile in tiles:
@@ -219,16 +222,11 @@ def _exchange(
             copies.append((_inside(tile, have), _inside(tile, want)))
         elif tile.source_rank == rank:
             sends.append((tile.target_rank, _inside(tile, have)))
-            wire += itemsize * tile.volume
+            wire += itemsize(op.result.dtype) * tile.volume
         elif tile.target_rank == rank:
             recvs.append((tile.source_rank, _inside(tile, want)))
-    return {
-        "sends": tuple(sends),
-        "recvs": tuple(recvs),
-        "copies": tuple(copies),
-        "tag": number,
-        "wire": wire,
-    }
+    moved = {"sends": tuple(sends), "recvs": tuple(recvs), "copies": tuple(copies)}
+    return {**moved, "tag": number, "wire": wire}
 
 
 def _inside(tile: Tile, block: tuple[tuple[int, int], ...]) -> Slices:

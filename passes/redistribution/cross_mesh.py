@@ -162,9 +162,9 @@ class _Way:
 def _plan(
     shape: tuple[int, ...], itemsize: int, source: DistAttr, target: DistAttr, price: Price
 ) -> Transfer:
-    if source.mesh == target.mesh:
-        return _stay(shape, itemsize, source, target, price)
-    chosen = _choose(shape, itemsize, source, target, price)
+    source.spec.check(shape, source.mesh, "source of a transfer")
+    target.spec.check(shape, target.mesh, "target of a transfer")
+    chosen = choose(shape, itemsize, source, target, price)
     start, landing = DistAttr(source.mesh, chosen.start), DistAttr(target.mesh, chosen.landing)
     before = redistribute(shape, itemsize, source.mesh, source.spec, start.spec, price)
     after = redistribute(shape, itemsize, target.mesh, landing.spec, target.spec, price)
@@ -222,16 +222,6 @@ def _way(shape: tuple[int, ...], start: DistAttr, landing: DistAttr) -> _Way:
     tiles = assign(needs(shape, start, landing))
     crossing = sum(tile.volume for tile in tiles if tile.source_rank not in landing.mesh)
     return _Way(crossing, busiest(tiles), sum(not tile.local for tile in tiles))
-
-
-def _stay(
-    shape: tuple[int, ...], itemsize: int, source: DistAttr, target: DistAttr, price: Price
-) -> Transfer:
-    """On one and the same mesh: a redistribution, and tiles that copy every block to itself."""
-    source.spec.check(shape, source.mesh, "source of a transfer")
-    target.spec.check(shape, target.mesh, "target of a transfer")
-    steps = redistribute(shape, itemsize, source.mesh, source.spec, target.spec, price)
-    return Transfer(steps, target, tiles_between(shape, target, target), target, ())
 
 
 def _finished(source: DistAttr) -> Iterator[ShardSpec]:

@@ -72,9 +72,7 @@ class BufferCheck:
         self, program: RankProgram, order: Sequence[tuple[str, int]]
     ) -> dict[tuple[str, int], list[tuple[str, int]]]:
         """(task, micro-batch) -> buffers whose life ends with it, as (root, number in its ring)."""
-        filled = {
-            local.op.result.name for task in program.tasks for local in task.ops if local.mode == "comm.mask"
-        }
+        filled = {local.op.result.name for local in program.ops if local.mode == "comm.mask"}
         outputs = {
             self._storage.slots[name].root for name in program.graph.live_out if name in self._storage.slots
         }

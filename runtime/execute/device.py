@@ -321,7 +321,7 @@ def communication(program: RankProgram | None) -> tuple[set[Group], set[tuple[in
     pairs: set[tuple[int, int]] = set()
     if program is None:
         return groups, pairs
-    for local in (local for task in program.tasks for local in task.ops):
+    for local in program.ops:
         if local.mode in ("send", "recv", "exchange"):
             pairs |= {(program.rank, peer) for peer, _ in local.attrs.get("sends", ())}
             pairs |= {(peer, program.rank) for peer, _ in local.attrs.get("recvs", ())}

@@ -179,8 +179,7 @@ class Worker:
         """Value -> neutral element, for values that are the neutral element of a reduction on this rank."""
         return {
             local.op.result.name: _neutral(local)
-            for task in self.program.tasks
-            for local in task.ops
+            for local in self.program.ops
             if local.mode == "comm.mask" and not local.attrs["keep"]
         }
 

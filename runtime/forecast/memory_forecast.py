@@ -108,7 +108,7 @@ def with_overhead(memory: RankMemory, rules: Memory) -> RankMemory:
 def categories(program: RankProgram, storage: Storage) -> dict[str, str]:
     """Value -> category, of every value that has its own memory outside of the scratch memory."""
     producers, phase = program.graph.producers, program.parts.phase
-    received = {local.op.result.name for task in program.tasks for local in task.ops if local.mode == "recv"}
+    received = program.received()
     kind = {"param": "parameters", "state": "states"}
     late = {slot.root for name, slot in storage.slots.items() if phase[name] == 2}
     category = {}

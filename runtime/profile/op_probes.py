@@ -71,10 +71,9 @@ class PreparedProbe:
             blocks = [_block(random, shape, dtype, False) for _ in range(probe.micro_batches)]
             self._feeds[str(op.attrs["name"])] = blocks if shape else to_numpy(dtype).type(1)
         cost = OpCost(program, self._worker.storage, ComputeCost(cluster), 0)
-        locals_ = {v.name: local for task in program.tasks for local in task.ops for v in local.op.results}
         self._seconds: dict[str, list[float]] = {}
         self._tasks = dict(self._worker.tasks)
-        self._works = _works(locals_, cost)
+        self._works = _works(program.makers(), cost)
         self.nbytes = sum(value.nbytes for op in program.graph.ops for value in op.results)
         self._worker.step(self._feeds)  # compiles kernels
         self._use_cpu_clock(set())

@@ -40,10 +40,7 @@ class Writer:
     ) -> None:
         self.program, self.storage, self.arena, self.xp = program, storage, arena, xp
         self.transport = transport
-        self.makers: dict[str, LocalOp] = {}
-        for local in (local for task in program.tasks for local in task.ops if local.mode != "send"):
-            for value in local.op.results:
-                self.makers.setdefault(value.name, local)
+        self.makers = program.makers()
         self.bound: dict[str, Any] = {
             "comm": transport,
             "xp": xp,

@@ -59,13 +59,7 @@ class _OperandShells:
     def __init__(self, program: RankProgram, storage: Storage) -> None:
         self.program, self.storage = program, storage
         self._made: dict[str, Shell] = {}
-        self._makers = {
-            value.name: local
-            for task in program.tasks
-            for local in task.ops
-            if local.mode != "send"
-            for value in local.op.results
-        }
+        self._makers = program.makers()
 
     def local(self, value: Value) -> Value:
         """A value with the shape of its block."""

@@ -398,9 +398,7 @@ class StoragePlan:
         rings = dict[str, int]()
         micro = self.program.graph.micro_batches
         count = 1 + max((int(places.max()) for places in clocks.places.values()), default=0)
-        received = {
-            local.op.result.name for task in self.program.tasks for local in task.ops if local.mode == "recv"
-        }
+        received = self.program.received()
         depths: dict[
             tuple[frozenset[str], bool], int
         ] = {}  # many values are alive between the same few tasks

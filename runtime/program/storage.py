@@ -72,7 +72,7 @@ class Storage:
 
     def started_by(self, program: RankProgram) -> dict[str, str]:
         """Result of a collective -> name of the op that starts it, which is what tasks wait for."""
-        started = (local.op for task in program.tasks for local in task.ops if is_started(local))
+        started = (local.op for local in program.ops if is_started(local))
         return {value.name: op.name for op in started for value in op.results}
 
 

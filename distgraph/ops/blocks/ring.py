@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from distgraph.errors import GraphError
@@ -206,41 +207,30 @@ def _matmul_dims(op: Op) -> MatmulDims:
     return count * size(a & b & c), size((a & c) - b), size((b & c) - a), size((a & b) - c)
 
 
-define(
-    "ring_einsum",
-    _rule,
-    _kernel,
-    infer=lambda operands, attrs: [_check(operands, attrs)],
+def _infer(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
+    made = _check(operands[-2:], attrs)
+    check_total(operands, made)
+    return [made]
+
+
+def check_total(operands: Sequence[Value], made: tuple[Shape, str]) -> None:
+    """Raises GraphError where the first of three operands is no total to which the product can be added."""
+    if len(operands) == 3 and (operands[0].shape, operands[0].dtype) != made:
+        raise GraphError(f"operand 0 is {operands[0].type} but the product is {made[1]}{list(made[0])}")
+
+
+_product = partial(
+    define,
+    infer=_infer,
     flops=_flops,
-    linear=((0,), (1,)),
     operand_mesh=_operand_mesh,
     matmul_dims=_matmul_dims,
     localize=_localize,
     cost="matmul",
     workspace=_workspace,
 )
-
-
-def _add_infer(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
-    shape, dtype = _check(operands[1:], attrs)
-    if (operands[0].shape, operands[0].dtype) != (shape, dtype):
-        raise GraphError(f"operand 0 is {operands[0].type} but the product is {dtype}{list(shape)}")
-    return [(shape, dtype)]
-
-
-define(
-    "ring_einsum_add",
-    _rule,
-    _add_kernel,
-    infer=_add_infer,
-    flops=_flops,
-    inplace=(0,),
-    operand_mesh=_operand_mesh,
-    matmul_dims=_matmul_dims,
-    localize=_localize,
-    cost="matmul",
-    workspace=_workspace,
-)
+_product("ring_einsum", _rule, _kernel, linear=((0,), (1,)))
+_product("ring_einsum_add", _rule, _add_kernel, inplace=(0,))
 
 
 # ---------------------------------------------------------------------- the products of all steps, joined

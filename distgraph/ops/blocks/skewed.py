@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from distgraph.errors import GraphError
@@ -25,7 +26,7 @@ from distgraph.ir.op_registry import Attrs, Local, Shape, Shapes, define
 from distgraph.kernels import matmul as kernels
 from distgraph.kernels import workspace
 from distgraph.kernels._common import Array, Namespace, store
-from distgraph.ops.blocks.ring import block_of, lengths_of
+from distgraph.ops.blocks.ring import block_of, check_total, lengths_of
 from distgraph.ops.contraction import infer_einsum, parse_einsum
 
 _ROW, _COL = "q0", "q1"  # indices of the blocks of the result
@@ -43,8 +44,7 @@ def _infer(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
                 f"index {letter!r} of {attrs['spec']!r} has length {lengths.get(letter, 0)} but must be a "
                 f"multiple of {parts}, in two of the three tensors"
             )
-    if len(operands) == 3 and (operands[0].shape, operands[0].dtype) != made[0]:
-        raise GraphError(f"operand 0 is {operands[0].type} but the product is {made[0][1]}{list(made[0][0])}")
+    check_total(operands, made[0])
     return list(made)
 
 
@@ -143,28 +143,14 @@ def _flops(op: Op, rule: Rule) -> int:
     return 2 * math.prod(lengths.values()) // int(op.attrs["parts"])
 
 
-define(
-    "skewed_einsum",
-    _rule,
-    _kernel,
+_product = partial(
+    define,
     infer=_infer,
     flops=_flops,
-    linear=((0,), (1,)),
     operand_mesh=_operand_mesh,
     localize=_localize,
     cost="matmul",
     workspace=_workspace,
 )
-define(
-    "skewed_einsum_add",
-    _rule,
-    _add_kernel,
-    infer=_infer,
-    flops=_flops,
-    inplace=(0,),
-    factors=(1, 2),
-    operand_mesh=_operand_mesh,
-    localize=_localize,
-    cost="matmul",
-    workspace=_workspace,
-)
+_product("skewed_einsum", _rule, _kernel, linear=((0,), (1,)))
+_product("skewed_einsum_add", _rule, _add_kernel, inplace=(0,), factors=(1, 2))

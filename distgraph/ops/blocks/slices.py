@@ -24,6 +24,7 @@ from distgraph.ir.op_registry import Attrs, Local, Shape, Shapes, define
 from distgraph.kernels import matmul as kernels
 from distgraph.kernels import workspace
 from distgraph.kernels._common import Array, Namespace, store
+from distgraph.ops.blocks.ring import check_total
 from distgraph.ops.contraction import einsum_rule, infer_einsum
 
 
@@ -181,10 +182,9 @@ def _add_rule(shapes: Shapes, attrs: Attrs) -> Rule:
 
 
 def _add_infer(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
-    ((shape, dtype),) = infer_einsum(operands[1:], attrs)
-    if (operands[0].shape, operands[0].dtype) != (shape, dtype):
-        raise GraphError(f"operand 0 is {operands[0].type} but the product is {dtype}{list(shape)}")
-    return [(shape, dtype)]
+    made = infer_einsum(operands[1:], attrs)
+    check_total(operands, made[0])
+    return made
 
 
 def _add_kernel(xp: Namespace, total: Array, *operands: Array, spec: str, out: Array | None = None) -> Array:
