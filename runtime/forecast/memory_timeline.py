@@ -29,13 +29,11 @@ class Occupancy:
         rank: the rank.
         times: seconds at which the memory in use changes, ascending from 0.
         bytes: category -> bytes in use from each of these times on.
-        allocated: bytes that the worker allocates for the whole step.
     """
 
     rank: int
     times: tuple[float, ...]
     bytes: dict[str, tuple[int, ...]]
-    allocated: int
 
     @property
     def peak(self) -> int:
@@ -91,7 +89,7 @@ def occupancy(
             size += changes[time][category] if time in changes else 0
             levels.append(size)
         in_use[category] = tuple(levels)
-    return Occupancy(program.rank, times, in_use, memory.total)
+    return Occupancy(program.rank, times, in_use)
 
 
 def _lifetimes(program: RankProgram, storage: Storage) -> dict[str, Lifetime]:

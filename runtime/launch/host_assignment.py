@@ -32,11 +32,6 @@ class HostAssignment:
         """Rank of each process, where the processes fill the hosts one after the other."""
         return tuple(itertools.chain.from_iterable(self.ranks))
 
-    @property
-    def host_of(self) -> dict[int, str]:
-        """Host of each rank."""
-        return {rank: host.name for host, ranks in zip(self.hosts, self.ranks, strict=True) for rank in ranks}
-
 
 def assign_hosts(
     count: int,

@@ -48,9 +48,9 @@ from distgraph.runtime.schedule.actor import (
 from distgraph.runtime.schedule.event_graph import order_times
 from distgraph.runtime.schedule.flow_control import with_credits
 from distgraph.runtime.schedule.task import Ring, TaskGraph, phases, topological_order, verify
-from distgraph.runtime.schedule.timeline import SAME_TIME, Interval, Record, Timeline, symbols
+from distgraph.runtime.schedule.timeline import SAME_TIME, Interval, Timeline, symbols
 
-__all__ = ["Interval", "Record", "Timeline", "seconds_of", "simulate", "symbols"]
+__all__ = ["Interval", "Timeline", "seconds_of", "simulate", "symbols"]
 
 _DEVICE_FREE = DeviceFree()
 _ROWS_SHOWN = 24

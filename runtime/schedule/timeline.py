@@ -6,7 +6,7 @@ the grid. *Invariant:* intervals are in the order of their start; two of one ran
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from distgraph.runtime.schedule.task import Task, TaskGraph
@@ -36,17 +36,6 @@ class Interval:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
-    """One task instance on one rank; start and end in seconds."""
-
-    rank: int
-    task: str
-    micro: int
-    start: float
-    end: float
-
-
-@dataclass(frozen=True, slots=True)
 class Timeline:
     """The time of every task instance of a step.
 
@@ -64,13 +53,6 @@ class Timeline:
     def makespan(self) -> float:
         """End of the last task, seconds."""
         return max((interval.end for interval in self.intervals), default=0.0)
-
-    def records(self) -> Iterator[Record]:
-        """One record per rank and task instance, in the order in which they were started."""
-        ranks = {task.name: task.ranks for task in self.graph.tasks}
-        for run in self.intervals:
-            for rank in ranks[run.task]:
-                yield Record(rank, run.task, run.micro, run.start, run.end)
 
     def of_rank(self, rank: int) -> tuple[Interval, ...]:
         """The task instances of one rank, in order."""

@@ -39,7 +39,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from distgraph.errors import GraphError
 from distgraph.ir.graph import Graph
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.passes.search.intra_op.alternatives import Decision, Neighbourhoods
@@ -128,20 +127,6 @@ class Formulation:
             neighbourhoods.fixed(choice, node),
             neighbourhoods.followed(choice, node),
         )
-
-    def node_of(self, name: str) -> int:
-        """The node of a value's storage, else of the op that produces it.
-
-        Raises:
-            GraphError: no node belongs to a value of this name.
-        """
-        value = self.fold.place.get(name.removeprefix("%"))
-        if value is not None:
-            producer = self.fold.values[value].producer
-            node = self.nodes.of_value.get(value, self.nodes.of_op.get(producer))
-            if node is not None:
-                return node
-        raise GraphError(f"graph @{self.graph.name}: nothing is decided about %{name.removeprefix('%')}")
 
     def with_memory(self, *, memory_multiplier: float) -> Formulation:
         """This formulation with another memory multiplier; the cost terms are reused."""

@@ -14,7 +14,7 @@ import pytest
 from distgraph.errors import RuntimeFault
 from distgraph.plan.placement import PlacedRanks
 from distgraph.runtime.launch import host_check, launch_hosts
-from distgraph.runtime.launch.host_assignment import assign_hosts
+from distgraph.runtime.launch.host_assignment import HostAssignment, assign_hosts
 from distgraph.runtime.launch.host_check import RemoteShell, ask_hosts, check_hosts
 from distgraph.runtime.launch.host_probe import GpuFacts, HostFacts, probe
 from distgraph.runtime.launch.hosts import Host, hosts_from_environment, parse_hosts, read_hostfile
@@ -22,6 +22,11 @@ from distgraph.runtime.launch.launch_hosts import mpiexec_command, srun_command
 from distgraph.runtime.launch.process_placement import placement_in, remapped
 
 GIB = 1 << 30
+
+
+def host_of(assignment: HostAssignment) -> dict[int, str]:
+    hosts = zip(assignment.hosts, assignment.ranks, strict=True)
+    return {rank: host.name for host, ranks in hosts for rank in ranks}
 
 
 def part(
@@ -96,19 +101,19 @@ def test_ranks_follow_the_slots_without_a_plan() -> None:
 
 def test_machines_of_a_plan_are_hosts_of_their_name() -> None:
     assignment = assign_hosts(5, parse_hosts("m1.site:2,other:1,m0:2"), CROSSED)
-    assert assignment.host_of == {0: "m0", 1: "m1.site", 2: "m0", 3: "m1.site", 4: "other"}
+    assert host_of(assignment) == {0: "m0", 1: "m1.site", 2: "m0", 3: "m1.site", 4: "other"}
     reported = assign_hosts(
         4, parse_hosts("10.0.0.2:2,10.0.0.1:2"), CROSSED, aliases={"10.0.0.2": "m1", "10.0.0.1": "m0"}
     )
-    assert reported.host_of == {0: "10.0.0.1", 1: "10.0.0.2", 2: "10.0.0.1", 3: "10.0.0.2"}
+    assert host_of(reported) == {0: "10.0.0.1", 1: "10.0.0.2", 2: "10.0.0.1", 3: "10.0.0.2"}
 
 
 def test_equal_machines_go_where_the_slots_suffice_and_others_in_order() -> None:
     uneven = (part("m0", [0]), part("m1", [1, 2, 3]))
-    assert assign_hosts(4, parse_hosts("a:1,b:3"), uneven).host_of == {0: "a", 1: "b", 2: "b", 3: "b"}
-    assert assign_hosts(4, parse_hosts("a:3,b:1"), uneven).host_of == {0: "b", 1: "a", 2: "a", 3: "a"}
+    assert host_of(assign_hosts(4, parse_hosts("a:1,b:3"), uneven)) == {0: "a", 1: "b", 2: "b", 3: "b"}
+    assert host_of(assign_hosts(4, parse_hosts("a:3,b:1"), uneven)) == {0: "b", 1: "a", 2: "a", 3: "a"}
     mixed = (part("m0", [0], memory=2 * GIB), part("m1", [1]))
-    assert assign_hosts(2, parse_hosts("a:2,b:2"), mixed).host_of == {0: "a", 1: "b"}
+    assert host_of(assign_hosts(2, parse_hosts("a:2,b:2"), mixed)) == {0: "a", 1: "b"}
 
 
 @pytest.mark.parametrize(

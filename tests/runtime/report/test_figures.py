@@ -144,7 +144,6 @@ def test_memory_in_use_stays_inside_what_is_allocated(policy: str, micro: int):
     for rank, memory in found.memory.items():
         program = build.program(rank)
         used = occupancy(program, plan_storage(program, build.schedule), found.timeline)
-        assert used.allocated == memory.total
         assert used.times[0] == 0
         assert list(used.times) == sorted(set(used.times))
         for category, sizes in used.bytes.items():

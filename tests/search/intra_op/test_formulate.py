@@ -17,7 +17,7 @@ from support.search.search_brute import Brute, eliminate, every_spec
 
 from distgraph import nn, ops, optim
 from distgraph.engine.compile.train_graph import train_graph
-from distgraph.errors import GraphError, ShardingError
+from distgraph.errors import ShardingError
 from distgraph.ir.graph import Graph, Value
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.op_registry import operand_layout, result_layout
@@ -418,10 +418,3 @@ def test_terms_say_what_a_change_costs() -> None:
             assert -1e-12 <= terms.followed[option] <= terms.fixed[option] + 1e-12
         if len(terms.options) > 1:
             assert terms.runner_up not in (None, terms.chosen)
-
-
-def test_what_is_not_decided_is_named() -> None:
-    graph = task("mlp").graph()
-    formulation = formulate(graph, MESHES[0], cost_model())
-    with pytest.raises(GraphError, match="nothing is decided about %lr"):
-        formulation.node_of("%lr")
