@@ -27,7 +27,7 @@ SCHEDULE = typer.Option("--schedule", help="Pipeline schedule, such as 1f1b or g
 STAGES = typer.Option("--stages", help="Number of pipeline stages; default: searched.")
 BORDERS = typer.Option("--borders", help="First layers of the stages behind the first, such as 4,8.")
 LAYERS = typer.Option("--layers", help="Number of layers from which stages are made; default: the blocks.")
-RECOMPUTE = typer.Option("--recompute", help="Layers to recompute: all, none, or numbers such as 0-3,7.")
+RECOMPUTE = typer.Option("--recompute", help="Layers to recompute: all, none, auto, or numbers like 0-3,7.")
 ZERO = typer.Option(
     "--zero", help="What dp may split: 0 nothing, 1 optimiser states, 2 gradients too, 3 parameters too."
 )
@@ -69,9 +69,9 @@ def numbers_of_layers(option: str, text: str) -> tuple[int, ...] | None:
         ) from None
 
 
-def recomputed_layers(text: str) -> bool | tuple[int, ...] | None:
+def recomputed_layers(text: str) -> bool | str | tuple[int, ...] | None:
     """The layers that `--recompute` names; None for an empty text. Raises GraphError: it is malformed."""
-    words = {"all": True, "none": False}
+    words: dict[str, bool | str] = {"all": True, "none": False, "auto": "auto"}
     return words[text] if text in words else numbers_of_layers("--recompute", text)
 
 

@@ -24,7 +24,6 @@ from distgraph.errors import RuntimeFault
 from distgraph.ir.graph import Graph
 from distgraph.ir.sharding_spec import DistAttr
 from distgraph.nn import Module
-from distgraph.plan.constraints import SEARCHED
 from distgraph.plan.plan import Plan
 from distgraph.resources import Cluster
 from distgraph.runtime.execute.device import array_namespace, take_device
@@ -126,7 +125,7 @@ class Session:
     def _with_plan(self, unplanned: CompileRequest) -> CompileRequest:
         """The request with the plan that the mode of the strategy requires; searched at first use."""
         request = unplanned
-        if request.training_spec.strategy.mode in SEARCHED:  # most programs search nothing
+        if request.training_spec.strategy.searches:  # most programs search nothing
             from distgraph.engine.commands.plan_search import with_searched_plan  # noqa: PLC0415
 
             request = with_searched_plan(request, self.cluster)

@@ -23,7 +23,15 @@ ZERO_STAGES = (0, 1, 2, 3)
 SEARCHED = ("sharding_propagation", "recursive", "mesh2d", "auto")
 """Modes that search; only "auto" searches more than layouts."""
 _SETTINGS = ("manual", "semi", *SEARCHED)
-_KEPT = {"micro_batches": _SETTINGS, "schedule": _SETTINGS, "memory": SEARCHED, "devices": SEARCHED}
+AUTO = "auto"
+"""Value of `recompute` that leaves the layers to the forecast, in modes that search nothing else too."""
+_KEPT = {
+    "micro_batches": _SETTINGS,
+    "schedule": _SETTINGS,
+    "recompute": ("manual", "semi", "auto"),
+    "memory": SEARCHED,
+    "devices": SEARCHED,
+}
 """Constraint -> the modes that keep it; all others are for mode "auto" alone."""
 
 
@@ -37,7 +45,8 @@ class SearchConstraints:
         stages: number of pipeline stages.
         borders: first layer of every stage but the first; layers are counted from 0.
         layers: number of layers into which the forward part is cut, from which stages are made.
-        recompute: True for all layers, False for none, or the numbers of the layers that are recomputed.
+        recompute: True for all layers, False for none, the numbers of the layers that are recomputed, paths
+            of the modules whose layers are (not in mode "auto"), or "auto" for those that memory asks for.
         zero: what the data axis `dp` may split besides the batch: 0 nothing, 1 optimiser states, 2 gradients
             too, as they are computed, 3 parameters too. The batch is split over `dp`.
         uniform: all stages have equally many devices in the same mesh shape.
@@ -59,7 +68,7 @@ class SearchConstraints:
     stages: int | None = None
     borders: Sequence[int] | None = None
     layers: int | None = None
-    recompute: bool | Sequence[int] | None = None
+    recompute: bool | str | Sequence[int | str] | None = None
     zero: int | None = None
     uniform: bool = False
     memory: str | float | None = None
@@ -97,8 +106,7 @@ class SearchConstraints:
             raise ShardingError(f"memory of the search is {memory!r} but must be finite; leave it out")
 
     def _check_layers(self) -> None:
-        if self.recompute is not None and not isinstance(self.recompute, bool):
-            object.__setattr__(self, "recompute", tuple(sorted(_layers("recompute", self.recompute, 0))))
+        object.__setattr__(self, "recompute", _recomputed(self.recompute))
         if self.borders is None:
             return
         object.__setattr__(self, "borders", _layers("borders", self.borders, 1))
@@ -120,7 +128,14 @@ class SearchConstraints:
         Raises:
             ShardingError: only mode "auto" searches what is constrained, or the mode searches nothing.
         """
+        if mode == "auto" and isinstance(self.recompute, tuple) and self.paths:
+            raise ShardingError(
+                f"recompute of {owner} names module {self.paths[0]!r} but mode 'auto' takes numbers of "
+                f"layers; give their numbers, which distgraph plan prints"
+            )
         for name, value in self.given().items():
+            if name == "memory" and self.chooses:
+                continue
             if mode not in _KEPT.get(name, ("auto",)):
                 raise ShardingError(
                     f"{name} of {owner} is {value!r} but mode {mode!r} does not search it; leave {name} out, "
@@ -166,10 +181,24 @@ class SearchConstraints:
         """Number of stages, where it is given, also by borders."""
         return self.stages if self.borders is None else len(self.borders) + 1
 
+    @property
+    def chooses(self) -> bool:
+        """Whether the forecast chooses what is recomputed, also where nothing else is searched."""
+        return self.recompute == AUTO
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Paths of modules among what is recomputed."""
+        named = self.recompute if isinstance(self.recompute, tuple) else ()
+        return tuple(path for path in named if isinstance(path, str))
+
     def recomputed(self, layers: int) -> tuple[int, ...] | None:
-        """Numbers of the recomputed layers of a program of `layers` layers; None where they are searched."""
-        if self.recompute is None or isinstance(self.recompute, tuple):
-            return self.recompute
+        """Numbers of the recomputed layers of a program of `layers` layers, besides those of modules; None
+        where they are searched."""
+        if self.recompute is None or self.chooses:
+            return None
+        if isinstance(self.recompute, tuple):
+            return tuple(number for number in self.recompute if not isinstance(number, str))
         return tuple(range(layers)) if self.recompute else ()
 
     def broken_by(
@@ -199,8 +228,15 @@ class SearchConstraints:
         )
 
 
-FREE = SearchConstraints()
-"""Everything is searched."""
+def _recomputed(given: object) -> bool | str | tuple[int | str, ...] | None:
+    """What is recomputed, numbers of layers ascending and before paths of modules."""
+    if given is None or isinstance(given, bool) or given == AUTO:
+        return given
+    paths: tuple[str, ...] = ()
+    if isinstance(given, Sequence) and not isinstance(given, str):
+        paths = tuple(path for path in given if isinstance(path, str) and path)
+        given = tuple(number for number in given if number not in paths)
+    return *sorted(_layers("recompute", given, 0)), *dict.fromkeys(paths)
 
 
 def _layers(name: str, given: object, least: int) -> tuple[int, ...]:
@@ -209,13 +245,21 @@ def _layers(name: str, given: object, least: int) -> tuple[int, ...]:
     if numbers is None or not all(is_integer(n) and n >= least for n in numbers):
         raise ShardingError(
             f"{name} of the search is {given!r} but must be numbers of layers from {least} up"
-            + (", or True or False" if name == "recompute" else ", the first layer of each further stage")
+            + (_RECOMPUTED if name == "recompute" else ", the first layer of each further stage")
         )
     if len(set(numbers)) < len(numbers) or (name == "borders" and list(numbers) != sorted(numbers)):
         raise ShardingError(f"{name} of the search is {given!r} but must ascend, without a number twice")
     return tuple(int(n) for n in numbers)
 
 
-def _numbers(layers: Sequence[int], name: str) -> str:
-    """Numbers as they are given: borders one by one, layers in ranges."""
-    return ",".join(map(str, layers)) if name == "borders" else spans(layers)
+def _numbers(layers: Sequence[int | str], name: str) -> str:
+    """Numbers as they are given: borders one by one, layers in ranges, then paths of modules."""
+    numbers = [number for number in layers if not isinstance(number, str)]
+    if name == "borders":
+        return ",".join(map(str, numbers))
+    return ",".join(filter(None, [spans(numbers), *(path for path in layers if isinstance(path, str))]))
+
+
+_RECOMPUTED = ', or paths of modules, or True or False or "auto"'
+FREE = SearchConstraints()
+"""Everything is searched."""

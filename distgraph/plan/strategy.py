@@ -45,18 +45,24 @@ class Strategy:
             "interleaved-1f1b" for stages that are reached several times, or one that the program has
             registered (see `distgraph.plan.pipeline_schedules`). None for "1f1b", in mode "auto" for the
             best one.
-        stages, borders, layers, recompute, uniform: decisions that mode "auto" keeps to; what is not given
-            is searched (see `distgraph.plan.constraints.SearchConstraints`).
+        stages, borders, layers, uniform: decisions that mode "auto" keeps to; what is not given is searched
+            (see `distgraph.plan.constraints.SearchConstraints`).
+        recompute: layers that are computed again in the backward part instead of storing their activations:
+            True for all, numbers of layers, or paths of modules such as "blocks.0", whose layers are meant.
+            "auto" chooses them by the forecast: the fastest step within `memory`, on the engine's cluster,
+            also where nothing else is searched. None and False for none; None in mode "auto" to search. See
+            docs/plan.md.
         zero: what the ranks that share a batch store in parts instead of whole: 0 nothing more than the
             annotations say; 1 the states of the optimiser; 2 the gradients too, which are reduced into parts
             as they are made; 3 the parameters too, which are gathered layer by layer for each use. Needs
             inputs whose first dim is split, such as by `batch_axis`. None for 0; in mode "auto" a decision
             that it keeps to, or searches. See docs/data_parallel.md.
-        memory: that a plan may use of each device, such as "8 GiB", or bytes.
+        memory: that a plan may use of each device, such as "8 GiB", or bytes. For modes that search and for
+            recompute="auto"; None for what the device has.
         devices: number of devices that a plan may use, the first ones of the cluster.
         seconds: time limit of the search; None for 60.
         runtime: what is to execute a searched plan, such as "megatron" (docs/runtimes.md); None for
-            distgraph. Memory, devices, seconds and runtime are for modes that search.
+            distgraph. Devices, seconds and runtime are for modes that search.
         mesh: where everything runs that no annotation places; without it, and without annotations, on one
             rank. Mode "auto" makes meshes itself: it takes one only with `batch_axis`, which annotates the
             inputs, so that layouts are searched on this mesh.
@@ -107,7 +113,7 @@ class Strategy:
     stages: int | None = None
     borders: Sequence[int] | None = None
     layers: int | None = None
-    recompute: bool | Sequence[int] | None = None
+    recompute: bool | str | Sequence[int | str] | None = None
     zero: int | None = None
     uniform: bool = False
     memory: str | float | None = None
@@ -237,6 +243,11 @@ class Strategy:
         if self.mode not in SEARCHED:
             given["zero"] = None  # a setting of the program, see `split`
         return SearchConstraints(**given)
+
+    @property
+    def searches(self) -> bool:
+        """Whether a plan is searched: by the mode, or for the layers that are recomputed."""
+        return self.mode in SEARCHED or self.constraints.chooses
 
     @property
     def split(self) -> int:

@@ -10,7 +10,7 @@ from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.range_notation import parse_spans
 from distgraph.plan.strategy import Strategy
 
-_RECOMPUTED = {"all": True, "none": False}
+_RECOMPUTED: Mapping[str, bool | str] = {"all": True, "none": False, "auto": "auto"}
 
 
 def _mesh(text: str) -> ProcessMesh:
@@ -23,7 +23,7 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(text.split(","))
 
 
-def _recomputed(text: str) -> bool | tuple[int, ...]:
+def _recomputed(text: str) -> bool | str | tuple[int, ...]:
     return _RECOMPUTED[text] if text in _RECOMPUTED else parse_spans(text)
 
 
@@ -38,7 +38,7 @@ FORMS: Mapping[str, tuple[Callable[[str], Any], str]] = {
     "stages": (int, "a number"),
     "borders": (parse_spans, "numbers of layers such as 4,8"),
     "layers": (int, "a number"),
-    "recompute": (_recomputed, "all, none, or numbers of layers such as 0-3,7"),
+    "recompute": (_recomputed, "all, none, auto, or numbers of layers such as 0-3,7"),
     "zero": (int, "a number"),
     "uniform": (_flag, "true or false"),
     "memory": (str, "a size such as 8GiB"),

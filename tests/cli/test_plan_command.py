@@ -79,6 +79,24 @@ def test_plan_keeps_what_is_given(files: dict[str, str]) -> None:
         assert message in " ".join(output.split())
 
 
+def test_plan_recomputes_what_memory_asks_for(files: dict[str, str]) -> None:
+    """In mode semi, where nothing else is searched, and in the strategy of a script."""
+    given = ("--cluster", files["boxes"], "--mode", "semi", "--explain", "recompute")
+    code, output = invoke("plan", *given, "--recompute", "auto", "-o", files["plan"], files["train"])
+    assert code == 0, output
+    plan = Plan.load(files["plan"])
+    assert plan.forecast is not None
+    assert plan.recompute == ()
+    assert "without recomputation" in output
+    limit = str(max(plan.forecast.memory) - 1)
+    strategy = ("--strategy", f"recompute=auto memory={limit}B")
+    code, output = invoke("plan", *given, *strategy, files["train"])
+    assert code != 0 or "computed again in the backward part" in output
+    code, output = invoke("plan", *given, "--recompute", "auto", "--memory", "1KiB", files["train"])
+    assert code != 0
+    assert "smallest memory that recomputation reaches" in " ".join(output.split())
+
+
 def test_plan_writes_and_shows_the_plan(planned: dict[str, str]) -> None:
     plan = Plan.load(planned["plan"])
     assert plan.ranks == (0, 1, 2, 3)

@@ -39,7 +39,7 @@ def test_fields_replace_those_of_the_script() -> None:
         ("mesh=dp", "mesh is 'dp' but must be axes and sizes such as dp:2,tp:4"),
         ("mesh=dp:0", "must be numbers from 1 up"),
         ("uniform=perhaps", "uniform is 'perhaps' but must be true or false"),
-        ("recompute=some", "recompute is 'some' but must be all, none, or numbers of layers"),
+        ("recompute=some", "recompute is 'some' but must be all, none, auto, or numbers of layers"),
         ("precision=fp8", "precision 'fp8' of Strategy does not exist"),
         ("stages=2", "stages of Strategy"),
     ],

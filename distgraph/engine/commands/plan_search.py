@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from distgraph.engine.commands.interrupt import Interrupt, remembered
+from distgraph.engine.commands.recompute_search import RecomputeSearch
 from distgraph.engine.compile.compile_request import CompileRequest
 from distgraph.engine.compile.plan_apply import with_plan_settings
 from distgraph.engine.compile.plan_extract import estimate, extract_plan
@@ -22,7 +23,7 @@ from distgraph.engine.search_driver.worker_pool import available_processes
 from distgraph.errors import DistGraphError, GraphError, ResourceError, RuntimeFault
 from distgraph.ir.gc_pause import collector_paused
 from distgraph.plan.constraints import FREE, SEARCHED, SearchConstraints
-from distgraph.plan.plan import Found, Plan
+from distgraph.plan.plan import Decision, Found, Plan
 from distgraph.plan.strategy import MODES, Strategy
 from distgraph.resources import Cluster
 from distgraph.resources.runtimes.load_runtime import load_runtime
@@ -198,17 +199,20 @@ def with_searched_plan(request: CompileRequest, cluster: Cluster | None) -> Comp
         GraphError: the mode requires a search but the program does not train.
         Others: as `search`.
     """
-    mode = request.training_spec.strategy.mode
-    if request.plan is not None or mode not in SEARCHED:
+    strategy = request.training_spec.strategy
+    if request.plan is not None or not strategy.searches:
         return request
+    searched, other = f"mode {strategy.mode!r}", 'take mode "semi"'
+    if strategy.mode not in SEARCHED:
+        searched, other = f"recompute {strategy.recompute!r}", "give numbers of layers"
     if cluster is None:
         raise ResourceError(
-            f"mode {mode!r} of Strategy searches a plan for a cluster but the engine has none; give it one "
-            f'with Engine(cluster=...), a plan with Engine(plan=...), or take mode "semi"'
+            f"{searched} of Strategy searches a plan for a cluster but the engine has none; give it one "
+            f"with Engine(cluster=...), a plan with Engine(plan=...), or {other}"
         )
     if request.mode != "train":
         raise GraphError(
-            f"mode {mode!r} of Strategy searches a plan for training but the first program is one to "
+            f"{searched} of Strategy searches a plan for training but the first program is one to "
             f"{request.mode}; call prepare(batch) or fit before, or give the engine a plan"
         )
     options = options_of(request.training_spec.strategy)
@@ -243,12 +247,12 @@ def _search_events(
     if options.mode in SEARCHED:
         yield from _automatic_search(request, cluster, options, interrupt)
         return
-    given = options.constraints
-    strategy = request.training_spec.strategy
-    if given.given():  # micro-batches and schedule: no others are for these modes
-        start = given.over(strategy.constraints).start
-        strategy = replace(strategy, micro_batches=start.micro_batches, schedule=start.schedule)
-        request = replace(request, training_spec=replace(request.training_spec, strategy=strategy))
+    request, decisions = _constrained(request, options.constraints), dict[str, Decision]()
+    if request.training_spec.strategy.constraints.chooses:
+        layers = RecomputeSearch(request, cluster, options.runtime)
+        for phase in layers.run():
+            yield Step(phase)
+        request, decisions = layers.decided, {"recompute": layers.decision()}
     forecasted = forecast_training(request, cluster, runtime=options.runtime)
 
     def as_compiled() -> Plan:
@@ -257,10 +261,27 @@ def _search_events(
         baselines = {n: each if isinstance(each, str) else each.step_seconds for n, each in compared.items()}
         shares = {n: each.shares for n, each in compared.items() if not isinstance(each, str)}
         found = replace(estimate(plan, forecasted.forecast), beside=shares)
-        search = Found(mode=options.mode, status="not searched", settings=options.settings())
-        return replace(plan, forecast=found, baselines=baselines, search=search)
+        status = "recomputation chosen" if decisions else "not searched"
+        search = Found(mode=options.mode, status=status, settings=options.settings())
+        return replace(plan, forecast=found, baselines=baselines, search=search, decisions=decisions)
 
     yield Step("forecast", forecasted.forecast.step_seconds, as_compiled)
+
+
+def _constrained(request: CompileRequest, given: SearchConstraints) -> CompileRequest:
+    """The request of a mode that searches no layouts, with the constraints that are for these modes."""
+    if not given.given():
+        return request
+    strategy = request.training_spec.strategy
+    both = given.over(strategy.constraints)
+    strategy = replace(
+        strategy,
+        micro_batches=both.start.micro_batches,
+        schedule=both.start.schedule,
+        recompute=both.recompute,
+        memory=both.memory,
+    )
+    return replace(request, training_spec=replace(request.training_spec, strategy=strategy))
 
 
 def _automatic_search(

@@ -13,6 +13,7 @@ from distgraph.engine.compile.derived_programs import follow_plan, reference_of
 from distgraph.engine.compile.dump import dump_directory, dump_pass, dump_stage, write
 from distgraph.engine.compile.plan_apply import apply_plan, devices_of
 from distgraph.engine.compile.rank_placement import place_ranks
+from distgraph.engine.compile.recomputed_layers import recomputed_program
 from distgraph.engine.compile.strategy_passes import complete_with, strategy_pipeline
 from distgraph.errors import ResourceError
 from distgraph.ir.graph import Graph
@@ -62,7 +63,7 @@ def complete_program(request: CompileRequest, reference: Graph | None = None) ->
     """The serial and the completed graph of a program; see `compile_program`."""
     strategy, plan = request.training_spec.strategy, request.plan
     if plan is None:
-        serial = replace(request.trace(), micro_batches=request.micro_batches)
+        serial = replace(recomputed_program(request).graph, micro_batches=request.micro_batches)
         return serial, complete_with(strategy, serial)
     if request.planned:
         return apply_plan(request, plan)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from distgraph.engine.compile.compile_request import CompileRequest
 from distgraph.engine.compile.fingerprint import program_of
 from distgraph.engine.compile.op_positions import OpPositions, decompose_ops, is_named, layers_by_first_ops
+from distgraph.engine.compile.recomputed_layers import recomputing
 from distgraph.engine.compile.training_spec import TrainingSpec
 from distgraph.errors import GraphError, ResourceError, ShardingError
 from distgraph.ir.graph import Graph, Op
@@ -122,9 +123,7 @@ def _trace(request: CompileRequest, plan: Plan) -> Graph:
     if not plan.recompute:
         return serial
     layers = layers_by_first_ops(serial, [layer.first for layer in plan.layers])
-    blocks = [layers[number].ops for number in plan.recompute]
-    fields = request.blocks(request.micro_batches)
-    return request.training_spec.trace("train", fields, request.layouts, recompute=blocks)
+    return recomputing(request, layers, plan.recompute)
 
 
 def _check_program(planned: Program, traced: Program) -> None:

@@ -11,6 +11,7 @@ from distgraph.engine.compile.compile_request import CompileRequest
 from distgraph.engine.compile.fingerprint import program_of
 from distgraph.engine.compile.op_positions import OpPositions, decompose_ops, is_named
 from distgraph.engine.compile.rank_placement import placement_of
+from distgraph.engine.compile.recomputed_layers import recomputed_program
 from distgraph.errors import GraphError
 from distgraph.ir.graph import Graph, Op
 from distgraph.ir.mesh import ProcessMesh
@@ -52,17 +53,17 @@ def extract_plan(
     if request.planned:
         assert request.plan is not None
         return request.plan
-    serial = request.trace()
-    layers = cluster_layers(serial)
+    traced = recomputed_program(request)
     return plan_of_graph(
-        serial,
+        traced.graph,
         build.planned or build.completed,
-        layers,
-        program=program_of(request.training_spec.model, serial),
+        traced.layers or cluster_layers(traced.graph),
+        program=program_of(request.training_spec.model, traced.unmarked),
         batch=request.size,
         decisions=Decisions(
             micro_batches=build.completed.micro_batches,
             schedule=build.policy,
+            recompute=traced.recomputed,
             zero=request.training_spec.strategy.split,
         ),
         cluster=cluster,

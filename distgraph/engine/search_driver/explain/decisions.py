@@ -32,7 +32,7 @@ from distgraph.passes.search.intra_op.chosen_layouts import Layouts
 from distgraph.passes.search.intra_op.cost_model import MOST_AXES
 from distgraph.passes.search.intra_op.decision_nodes import ValueNode
 from distgraph.passes.search.solver.problem import Problem
-from distgraph.plan.constraints import FREE, SearchConstraints
+from distgraph.plan.constraints import AUTO, FREE, SearchConstraints
 from distgraph.plan.plan import Decision
 from distgraph.resources.units import format_bytes
 
@@ -47,7 +47,7 @@ def decisions(
     say so."""
     by_name, given = {}, constraints.given()
     for name, chosen in best.choices.items():
-        note = f"given: {name}={given[name]}; " if name in given else ""
+        note = f"given: {name}={given[name]}; " if name in given and given[name] != AUTO else ""
         if note and name != "stages":  # stages of a given number differ in their layers and shapes
             by_name[name] = Decision(chosen=chosen, note=f"{note}nothing else was tried")
             continue
