@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,8 +13,19 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from distgraph.errors import GraphError
+from distgraph.frontends.torch.exported_graph import (
+    Exported,
+    Input,
+    depending_nodes,
+    op_name,
+    source_line,
+    value_text,
+)
+from distgraph.frontends.torch.forward_recording import computes_the_same
 from distgraph.frontends.torch.fused_patterns import fuse_patterns
-from distgraph.frontends.torch.rule_registry import IGNORED, RANDOM, RULES
+from distgraph.frontends.torch.layer_replication import replicate
+from distgraph.frontends.torch.repeated_layers import Run, copied, find_runs
+from distgraph.frontends.torch.rule_registry import IGNORED, RULES
 
 _FAILURES = (
     RuntimeError,
@@ -28,43 +38,6 @@ _FAILURES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Input:
-    """An input of an exported graph.
-
-    Attributes:
-        kind: "input", "tensor" (a parameter or buffer), "constant" or "none" (an argument that is no tensor).
-        name: argument of the module, or path of the parameter, buffer or constant.
-    """
-
-    kind: str
-    name: str
-    value: Any = None
-
-
-@dataclass(frozen=True, slots=True)
-class Exported:
-    """An exported graph.
-
-    Attributes:
-        module: holds the graph and its subgraphs.
-        inputs: name of each placeholder -> what it is.
-        shapes: input of the module -> its shape in the example; symbolic sizes are symbols.
-        mutated: path of each buffer that a step changes.
-        outputs: name of each output of the module, in order; None for the new value of a buffer.
-        kind: "tensor" where the module returns one tensor, "tuple" or "dict".
-        captured: text of the graph and its constants before decompositions.
-    """
-
-    module: torch.fx.GraphModule
-    inputs: Mapping[str, Input]
-    shapes: Mapping[str, torch.Tensor]
-    mutated: tuple[str, ...]
-    outputs: tuple[str, ...]
-    kind: str
-    captured: str
-
-
 def export(
     module: torch.nn.Module,
     args: tuple[Any, ...],
@@ -75,7 +48,8 @@ def export(
 ) -> Exported:
     """Export a module in its present mode (training or evaluation).
 
-    Most of the time goes into decompositions, which are left out where both modes compute the same.
+    Of equal layers in a row only the first are exported, and their nodes are copied for the others, if two
+    recordings of the forward pass show that this is the same program; else the whole module is.
 
     Args:
         module, args, kwargs, dynamic_shapes, dynamic_batch: as of `import_module`.
@@ -96,16 +70,60 @@ def export(
     try:
         with warnings.catch_warnings():  # of torch, about itself
             warnings.simplefilter("ignore")
-            exported = torch.export.export(module, args, dict(kwargs), dynamic_shapes=dynamic_shapes)
-            captured = _text(exported)
-            if other is not None and captured == other.captured:
-                return other
-            _detach_outside_gradients(exported.graph)
-            exported = exported.run_decompositions(_decompositions())
-    except _FAILURES as error:
-        raise _refused(module, error) from error
+            runs = find_runs(module)
+            if runs and computes_the_same(module, runs, args, kwargs):
+                result = export_by_layers(module, runs, args, kwargs, dynamic_shapes, other)
+                if result is not None:
+                    return result
+            return export_whole(module, args, kwargs, dynamic_shapes, other)
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
+
+
+def export_by_layers(
+    module: torch.nn.Module,
+    runs: Sequence[Run],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    dynamic_shapes: Any,
+    other: Exported | None,
+) -> Exported | None:
+    """Export a module whose layers are equal in each of `runs`; None where their graphs differ."""
+    try:
+        result = export_whole(copied(module, runs, {}), args, kwargs, dynamic_shapes, other)
+    except Exception:  # noqa: BLE001 - the export of all layers reports it, if it is the model's
+        return None
+    if result is other:
+        return result
+    of_layers = tuple(f"{path}." for run in runs for path in run.paths)
+    if any(name.startswith(of_layers) for name in result.mutated):
+        return None  # their new values are outputs of the graph, which are not copied
+    inputs = dict(result.inputs)
+    if not all(replicate(result.module.graph, inputs, run, module) for run in runs):
+        return None
+    return replace(result, inputs=inputs)
+
+
+def export_whole(
+    module: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    dynamic_shapes: Any,
+    other: Exported | None,
+) -> Exported:
+    """Export all layers of a module.
+
+    Most of the time goes into decompositions, which are left out where both modes compute the same.
+    """
+    try:
+        exported = torch.export.export(module, args, dict(kwargs), dynamic_shapes=dynamic_shapes)
+        captured = _text(exported)
+        if other is not None and captured == other.captured:
+            return other
+        _detach_outside_gradients(exported.graph)
+        exported = exported.run_decompositions(_decompositions())
+    except _FAILURES as error:
+        raise _refused(module, error) from error
     for node in reversed(exported.graph.nodes):
         if op_name(node) in IGNORED and not node.users:  # it would keep alive what it checks
             exported.graph.erase_node(node)
@@ -124,15 +142,8 @@ def export(
 def _text(exported: Any) -> str:
     """All graphs and constants of an exported module: equal texts compute the same."""
     graphs = [str(part.graph) for part in exported.graph_module.modules() if hasattr(part, "graph")]
-    constants = [f"{name} {_value_text(value)}" for name, value in exported.constants.items()]
+    constants = [f"{name} {value_text(value)}" for name, value in exported.constants.items()]
     return "\n".join([*graphs, *constants])
-
-
-def _value_text(value: Any) -> str:
-    if not isinstance(value, torch.Tensor) or value.is_meta:
-        return repr(value)
-    data = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-    return f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(data).hexdigest()}"
 
 
 def _detach_outside_gradients(graph: torch.fx.Graph) -> None:
@@ -279,50 +290,3 @@ def check_rules(exported: Exported, model: str) -> None:
             + "\nwrite them with other ops, or give each a rule with "
             '@distgraph.frontends.torch.register_torch_op("name")'
         )
-
-
-def depending_nodes(exported: Exported) -> list[torch.fx.Node]:
-    """The calls whose results depend on an input, a parameter, a buffer or a random number."""
-    depending: list[torch.fx.Node] = []
-    depends: set[torch.fx.Node] = set()
-    for node in exported.module.graph.nodes:
-        if node.op == "placeholder" and exported.inputs[node.name].kind in ("input", "tensor"):
-            depends.add(node)
-        elif node.op == "call_function" and (
-            op_name(node) in RANDOM or any(n in depends for n in node.all_input_nodes)
-        ):
-            if "val" in node.meta and not _is_tensors(node.meta["val"]):
-                continue  # a size, which is known when the graph is traced
-            depends.add(node)
-            depending.append(node)
-    return depending
-
-
-def _is_tensors(value: Any) -> bool:
-    return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value))
-
-
-def op_name(node: torch.fx.Node) -> str:
-    """Name of the op of a call, such as "aten.add.Tensor"; empty for a function of Python."""
-    target: Any = node.target
-    return str(target) if isinstance(target, torch._ops.OpOverload) else ""
-
-
-def source_line(node: torch.fx.Node) -> str:
-    """file:line of the innermost frame of the model that emitted a node, outside of torch."""
-    inner = outer = ""
-    for line in (node.stack_trace or "").splitlines():
-        text = line.strip()
-        if text.startswith('File "'):
-            path, _, rest = text[6:].partition('", line ')
-            place = f"{path.rsplit('/', 1)[-1]}:{rest.partition(',')[0]}"
-            outer = outer or place
-            if f"{torch.__path__[0]}/" not in path:
-                inner = place
-    return inner or outer or "?"
-
-
-def module_path(node: torch.fx.Node) -> str:
-    """Path of the module of torch that emitted a node, such as "encoder.layers.0"."""
-    stack = [entry[0] for entry in (node.meta.get("nn_module_stack") or {}).values()]
-    return str(stack[-1]) if stack and not str(stack[-1]).startswith("_empty") else ""

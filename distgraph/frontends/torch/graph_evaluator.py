@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from distgraph import ops
 from distgraph.errors import GraphError
-from distgraph.frontends.torch.exporting import Exported, module_path, op_name, source_line
+from distgraph.frontends.torch.exported_graph import Exported, module_path, op_name, source_line
 from distgraph.frontends.torch.folded_constant import Constant
 from distgraph.frontends.torch.rule_registry import IGNORED, RANDOM, RULES
 from distgraph.frontends.torch.torch_dtypes import short_dtype

@@ -11,7 +11,8 @@ import torch
 
 from distgraph.errors import GraphError
 from distgraph.frontends.imported_model import ImportedModel, returned
-from distgraph.frontends.torch.exporting import Exported, export
+from distgraph.frontends.torch.exported_graph import Exported
+from distgraph.frontends.torch.exporting import export
 from distgraph.frontends.torch.graph_evaluator import evaluate
 from distgraph.frontends.torch.torch_dtypes import as_array, short_dtype
 from distgraph.ir.dtypes import is_float

@@ -94,13 +94,13 @@ class TinyGPT(nn.Module):  # type: ignore[misc]
 class ViT(nn.Module):  # type: ignore[misc]
     """Vision transformer: patches by a convolution, a class token, encoder layers of torch."""
 
-    def __init__(self, width: int = 16, classes: int = 5) -> None:
+    def __init__(self, width: int = 16, classes: int = 5, layers: int = 2) -> None:
         super().__init__()
         self.patches = nn.Conv2d(3, width, 4, stride=4)
         self.token = nn.Parameter(torch.zeros(1, 1, width))
         self.positions = nn.Parameter(torch.randn(1, 7, width) * 0.02)
         layer = nn.TransformerEncoderLayer(width, 2, 24, 0.0, "gelu", batch_first=True, norm_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
         self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, classes))
 
     def forward(self, x: Any) -> Any:
