@@ -43,16 +43,6 @@ class ConstantTensor(TensorOperators):
         """Short dtype name."""
         return short(self.value.dtype)
 
-    @property
-    def ndim(self) -> int:
-        """Number of dims."""
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
     def strides(self) -> tuple[int, ...]:
         """Distance of neighbours in memory along each dim; 0 where the constant repeats."""
         return tuple(self.value.strides)

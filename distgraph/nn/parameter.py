@@ -28,6 +28,7 @@ class Parameter(TensorOperators):
     """
 
     kind = "param"
+    dtype: str
 
     def __init__(
         self,
@@ -48,19 +49,6 @@ class Parameter(TensorOperators):
         self.annotation = annotation
         self.name = ""
         self.value: np.ndarray | None = None
-
-    @property
-    def ndim(self) -> int:
-        """Number of dims."""
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        size = 1
-        for n in self.shape:
-            size *= n
-        return size
 
     def assign(self, value: Any) -> None:
         """Start from the numbers of an array instead of those of `init`; the array is copied.
@@ -108,31 +96,6 @@ class Parameter(TensorOperators):
     def tensor(self) -> Tensor:
         """The tensor of this parameter in the current trace."""
         return Trace.current().tensor(self)
-
-    @property
-    def T(self) -> Tensor:
-        """Dims in reverse order."""
-        return self.tensor().T
-
-    def reshape(self, *shape: int | Sequence[int]) -> Tensor:
-        """Same elements in row-major order, other shape."""
-        return self.tensor().reshape(*shape)
-
-    def transpose(self, *dims: int | Sequence[int]) -> Tensor:
-        """Dims in another order; reversed by default."""
-        return self.tensor().transpose(*dims)
-
-    def astype(self, dtype: Any) -> Tensor:
-        """Cast."""
-        return self.tensor().astype(dtype)
-
-    def sum(self, axis: Any = None, keepdims: bool = False) -> Tensor:
-        """Sum over dims."""
-        return self.tensor().sum(axis, keepdims)
-
-    def mean(self, axis: Any = None, keepdims: bool = False) -> Tensor:
-        """Mean over dims."""
-        return self.tensor().mean(axis, keepdims)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name or '?'} : {self.dtype}[{', '.join(map(str, self.shape))}])"

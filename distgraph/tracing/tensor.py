@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextvars import ContextVar
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from distgraph.errors import GraphError
@@ -132,8 +133,53 @@ class TensorOperators:
             f"dynamic_update_slice"
         )
 
-    if TYPE_CHECKING:  # made of ops: `distgraph.ops.tensor_methods` and `distgraph.array_api` bind them
+    @property
+    def ndim(self) -> int:
+        """Number of dims."""
+        return len(self.shape)
 
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def T(self) -> Tensor:
+        """Dims in reverse order."""
+        return self.transpose()
+
+    @property
+    def mT(self) -> Tensor:
+        """Last two dims swapped."""
+        return self.swapaxes(-1, -2)
+
+    def astype(self, dtype: Any) -> Tensor:
+        """Cast."""
+        return emit_one("cast", self, dtype=short(dtype))
+
+    def swapaxes(self, first: int, second: int) -> Tensor:
+        """Two dims exchanged."""
+        order = list(range(self.ndim))
+        order[first], order[second] = order[second], order[first]
+        return self.transpose(order)
+
+    def argmax(self, axis: int = -1) -> Tensor:
+        """Position of the first largest element along a dim."""
+        return emit_one("argmax", self, dim=axis % self.ndim)
+
+    if TYPE_CHECKING:  # of subclasses; made of ops: `distgraph.ops.tensor_methods` and `array_api` bind them
+
+        @property
+        def shape(self) -> tuple[int, ...]: ...
+        @property
+        def dtype(self) -> str: ...
+        def reshape(self, *shape: int | Sequence[int]) -> Tensor: ...
+        def transpose(self, *dims: int | Sequence[int]) -> Tensor: ...
+        def sum(self, axis: Any = None, keepdims: bool = False) -> Tensor: ...
+        def mean(self, axis: Any = None, keepdims: bool = False) -> Tensor: ...
+        def var(self, axis: Any = None, keepdims: bool = False) -> Tensor: ...
+        def max(self, axis: Any = None, keepdims: bool = False) -> Tensor: ...
+        def min(self, axis: Any = None, keepdims: bool = False) -> Tensor: ...
         def __matmul__(self, other: Any) -> Tensor: ...
         def __rmatmul__(self, other: Any) -> Tensor: ...
         def __getitem__(self, key: Any) -> Tensor: ...
@@ -186,50 +232,6 @@ class Tensor(TensorOperators):
     def dtype(self) -> str:
         """Short dtype name."""
         return self.value.dtype
-
-    @property
-    def ndim(self) -> int:
-        """Number of dims."""
-        return len(self.value.shape)
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return self.value.size
-
-    @property
-    def T(self) -> Tensor:
-        """Dims in reverse order."""
-        return self.transpose()
-
-    @property
-    def mT(self) -> Tensor:
-        """Last two dims swapped."""
-        return self.swapaxes(-1, -2)
-
-    def astype(self, dtype: Any) -> Tensor:
-        """Cast."""
-        return emit_one("cast", self, dtype=short(dtype))
-
-    if TYPE_CHECKING:  # made of ops: bound by `distgraph.ops.tensor_methods`
-
-        def reshape(self, *shape: int | Sequence[int]) -> Tensor: ...
-        def transpose(self, *dims: int | Sequence[int]) -> Tensor: ...
-        def sum(self, axis: Any = None, keepdims: bool = False) -> Tensor: ...
-        def mean(self, axis: Any = None, keepdims: bool = False) -> Tensor: ...
-        def var(self, axis: Any = None, keepdims: bool = False) -> Tensor: ...
-        def max(self, axis: Any = None, keepdims: bool = False) -> Tensor: ...
-        def min(self, axis: Any = None, keepdims: bool = False) -> Tensor: ...
-
-    def swapaxes(self, first: int, second: int) -> Tensor:
-        """Two dims exchanged."""
-        order = list(range(self.ndim))
-        order[first], order[second] = order[second], order[first]
-        return self.transpose(order)
-
-    def argmax(self, axis: int = -1) -> Tensor:
-        """Position of the first largest element along a dim."""
-        return emit_one("argmax", self, dim=axis % self.ndim)
 
     def __bool__(self) -> bool:
         if self.trace.numbers is not None:

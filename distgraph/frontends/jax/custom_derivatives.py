@@ -32,11 +32,6 @@ _TOLERANCE = {2: 5e-2, 4: 1e-3, 8: 1e-7}
 def custom_derivative(eqn: Any, inner: Any, operands: Sequence[Any]) -> Any | None:
     """The jaxpr of L(x, dx) over all floating operands; None where the function can be inlined.
 
-    Args:
-        eqn: the equation.
-        inner: the jaxpr of what it computes.
-        operands: of the equation.
-
     Raises:
         GraphError: the declared derivative is another one, and not linear.
     """

@@ -34,8 +34,21 @@ _BINARY: dict[str, Callable[..., Any]] = {
     "add": ops.add, "add_any": ops.add, "sub": ops.subtract, "atan2": ops.arctan2,
     "eq": ops.equal, "ne": ops.not_equal, "lt": ops.less, "le": ops.less_equal, "gt": ops.greater,
     "ge": ops.greater_equal, "shift_left": ops.left_shift, "shift_right_arithmetic": ops.right_shift,
+    "max": lambda x, y: _extreme(ops.maximum, -math.inf, x, y),
+    "min": lambda x, y: _extreme(ops.minimum, math.inf, x, y),
+    # the remainder of JAX has the sign of the dividend, that of NumPy the sign of the divisor
+    "rem": lambda x, y: ops.sign(x) * ops.remainder(ops.absolute(x), ops.absolute(y)),
 }  # fmt: skip
 """Primitive of two operands -> function."""
+
+_LOGICAL: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "mul": (ops.logical_and, ops.multiply),
+    "and": (ops.logical_and, ops.bitwise_and),
+    "or": (ops.logical_or, ops.bitwise_or),
+    "xor": (ops.logical_xor, ops.bitwise_xor),
+    "not": (ops.logical_not, ops.bitwise_not),
+}
+"""Primitive -> its function of truth values, and that of numbers."""
 
 
 def _register(name: str, function: Callable[..., Any]) -> None:
@@ -44,13 +57,14 @@ def _register(name: str, function: Callable[..., Any]) -> None:
         return function(*operands)
 
 
+def _register_logical(name: str, truth: Callable[..., Any], number: Callable[..., Any]) -> None:
+    _register(name, lambda x, *others: (truth if x.dtype == "bool" else number)(x, *others))
+
+
 for _name, _function in {**_UNARY, **_BINARY}.items():
     _register(_name, _function)
-
-
-@primitive("mul", elementwise=True)
-def _multiply(x: Any, y: Any, **params: Any) -> Any:
-    return ops.logical_and(x, y) if x.dtype == "bool" else ops.multiply(x, y)
+for _name, _functions in _LOGICAL.items():
+    _register_logical(_name, *_functions)
 
 
 @primitive("div", elementwise=True)
@@ -58,22 +72,6 @@ def _divide(x: Any, y: Any, **params: Any) -> Any:
     if is_float(x.dtype):
         return ops.divide(x, y)
     return ops.sign(x) * ops.sign(y) * ops.floor_divide(ops.absolute(x), ops.absolute(y))
-
-
-@primitive("rem", elementwise=True)
-def _remainder(x: Any, y: Any, **params: Any) -> Any:
-    """The remainder with the sign of the dividend; numpy's has that of the divisor."""
-    return ops.sign(x) * ops.remainder(ops.absolute(x), ops.absolute(y))
-
-
-@primitive("max", elementwise=True)
-def _maximum(x: Any, y: Any, **params: Any) -> Any:
-    return _extreme(ops.maximum, -math.inf, x, y)
-
-
-@primitive("min", elementwise=True)
-def _minimum(x: Any, y: Any, **params: Any) -> Any:
-    return _extreme(ops.minimum, math.inf, x, y)
 
 
 def _extreme(function: Callable[..., Any], neutral: float, x: Any, y: Any) -> Any:
@@ -88,26 +86,6 @@ def _extreme(function: Callable[..., Any], neutral: float, x: Any, y: Any) -> An
         return ops.logical_or(x, y) if x.dtype == "bool" and neutral < 0 else function(x, y)
     either, average = function(x, y), (x + y) * 0.5
     return ops.where(ops.equal(x, y), average, either)
-
-
-@primitive("and", elementwise=True)
-def _and(x: Any, y: Any, **params: Any) -> Any:
-    return ops.logical_and(x, y) if x.dtype == "bool" else ops.bitwise_and(x, y)
-
-
-@primitive("or", elementwise=True)
-def _or(x: Any, y: Any, **params: Any) -> Any:
-    return ops.logical_or(x, y) if x.dtype == "bool" else ops.bitwise_or(x, y)
-
-
-@primitive("xor", elementwise=True)
-def _xor(x: Any, y: Any, **params: Any) -> Any:
-    return ops.logical_xor(x, y) if x.dtype == "bool" else ops.bitwise_xor(x, y)
-
-
-@primitive("not")
-def _not(x: Any, **params: Any) -> Any:
-    return ops.logical_not(x) if x.dtype == "bool" else ops.bitwise_not(x)
 
 
 @primitive("shift_right_logical")

@@ -27,11 +27,4 @@ def _top_k(x: Any, *, k: int, **params: Any) -> Any:
         raise GraphError("approx_min_k has no rule; use jax.lax.approx_max_k of -x")
     if dim == x.ndim - 1:
         return ops.top_k(x, k)
-    values, positions = ops.top_k(ops.transpose(x, _swapped(x.ndim, dim)), k)
-    return [ops.transpose(y, _swapped(x.ndim, dim)) for y in (values, positions)]
-
-
-def _swapped(ndim: int, dim: int) -> tuple[int, ...]:
-    order = list(range(ndim))
-    order[dim], order[-1] = order[-1], order[dim]
-    return tuple(order)
+    return [y.swapaxes(dim, -1) for y in ops.top_k(x.swapaxes(dim, -1), k)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,10 +15,8 @@ from distgraph.frontends.torch.torch_dtypes import short_dtype
 def _dtype(dtype: Any, value: Any = 0.0) -> str:
     if dtype is not None:
         return short_dtype(dtype)
-    return "bool" if isinstance(value, bool) else "i64" if isinstance(value, int) else _default()
-
-
-def _default() -> str:
+    if isinstance(value, int):
+        return "bool" if isinstance(value, bool) else "i64"
     return short_dtype(torch.get_default_dtype())
 
 
@@ -28,39 +27,34 @@ def _full(*args: Any, dtype: Any = None, **options: Any) -> Any:
     return ops.full(tuple(size), value, name)
 
 
-@aten("zeros.default", "empty.memory_format")
-def _zeros(size: Any, dtype: Any = None, **options: Any) -> Any:
-    return ops.full(tuple(size), 0, _dtype(dtype))
-
-
-@aten("ones.default")
-def _ones(size: Any, dtype: Any = None, **options: Any) -> Any:
-    return ops.full(tuple(size), 1, _dtype(dtype))
-
-
 @aten("full_like.default")
 def _full_like(x: Any, value: Any, dtype: Any = None, **options: Any) -> Any:
     return ops.full(x.shape, value, x.dtype if dtype is None else short_dtype(dtype))
 
 
-@aten("zeros_like.default", "empty_like.default")
-def _zeros_like(x: Any, dtype: Any = None, **options: Any) -> Any:
-    return _full_like(x, 0, dtype)
+def _filled(value: int, sized: Sequence[str], like: Sequence[str], new: Sequence[str]) -> None:
+    """Rules of ops that fill a size, the shape of a tensor, or a size in the dtype of a tensor."""
+
+    @aten(*sized)
+    def _of_size(size: Any, dtype: Any = None, **options: Any) -> Any:
+        return ops.full(tuple(size), value, _dtype(dtype))
+
+    @aten(*like)
+    def _of_shape(x: Any, dtype: Any = None, **options: Any) -> Any:
+        return _full_like(x, value, dtype)
+
+    @aten(*new)
+    def _of_dtype(x: Any, size: Any, dtype: Any = None, **options: Any) -> Any:
+        return ops.full(tuple(size), value, x.dtype if dtype is None else short_dtype(dtype))
 
 
-@aten("ones_like.default")
-def _ones_like(x: Any, dtype: Any = None, **options: Any) -> Any:
-    return _full_like(x, 1, dtype)
-
-
-@aten("new_zeros.default", "new_empty.default")
-def _new_zeros(x: Any, size: Any, dtype: Any = None, **options: Any) -> Any:
-    return ops.full(tuple(size), 0, x.dtype if dtype is None else short_dtype(dtype))
-
-
-@aten("new_ones.default")
-def _new_ones(x: Any, size: Any, dtype: Any = None, **options: Any) -> Any:
-    return ops.full(tuple(size), 1, x.dtype if dtype is None else short_dtype(dtype))
+_filled(
+    0,
+    ("zeros.default", "empty.memory_format"),
+    ("zeros_like.default", "empty_like.default"),
+    ("new_zeros.default", "new_empty.default"),
+)
+_filled(1, ("ones.default",), ("ones_like.default",), ("new_ones.default",))
 
 
 @aten("scalar_tensor.default")
@@ -81,11 +75,5 @@ def _eye(rows: int, columns: int | None = None, dtype: Any = None, **options: An
     return ops.one_hot(ids, rows if columns is None else columns, _dtype(dtype), outside="zeros")
 
 
-@aten("tril.default")
-def _tril(x: Any, diagonal: int = 0) -> Any:
-    return ops.tril(x, diagonal)
-
-
-@aten("triu.default")
-def _triu(x: Any, diagonal: int = 0) -> Any:
-    return ops.triu(x, diagonal)
+aten("tril.default")(ops.tril)
+aten("triu.default")(ops.triu)

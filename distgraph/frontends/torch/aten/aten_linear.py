@@ -38,9 +38,7 @@ def _einsum(equation: str, operands: Any, path: Any = None) -> Any:
     return ops.einsum(equation.replace(" ", ""), *operands)
 
 
-@aten("outer.default")
-def _outer(x: Any, y: Any) -> Any:
-    return ops.outer(x, y)
+aten("outer.default")(ops.outer)
 
 
 @aten("bilinear.default", "_trilinear_bilinear.default")

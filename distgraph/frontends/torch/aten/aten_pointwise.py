@@ -33,7 +33,7 @@ def _change(x: Any) -> Any:
     return x - ops.stop_gradient(x) if hasattr(x, "dtype") else 0
 
 
-_UNARY: dict[str, Callable[..., Any]] = {
+_SINGLE: dict[str, Callable[..., Any]] = {
     "abs": ops.absolute, "acos": ops.arccos, "asin": ops.arcsin, "atan": ops.arctan, "ceil": ops.ceil,
     "cos": ops.cos, "cosh": ops.cosh, "erf": ops.erf, "exp": ops.exp, "expm1": ops.expm1, "floor": ops.floor,
     "log": ops.log, "log10": ops.log10, "log1p": ops.log1p, "log2": ops.log2, "neg": ops.negative,
@@ -54,8 +54,14 @@ _UNARY: dict[str, Callable[..., Any]] = {
     "hardswish": lambda x: x * ops.clip(x + 3, 0, 6) * (1 / 6),
     "log_sigmoid": lambda x: -softplus(-x),
     "mish": lambda x: x * ops.tanh(softplus(x)),
+    "gelu": lambda x, approximate="none": ops.gelu(x, approximate=approximate == "tanh"),
+    "threshold": lambda x, threshold, value: ops.where(ops.greater(x, threshold), x, value),
+    "hardshrink": lambda x, lambd=0.5: ops.where(ops.greater(ops.absolute(x), lambd), x, 0),
+    "softshrink": lambda x, lambd=0.5: ops.sign(x) * ops.maximum(ops.absolute(x) - lambd, 0),
+    "addcmul": lambda x, y, z, value=1: x + y * z * value,
+    "addcdiv": lambda x, y, z, value=1: x + y / z * value,
 }  # fmt: skip
-"""Name of an op of one operand -> function."""
+"""Name of an op with one overload -> function."""
 
 _TESTS: dict[str, Callable[..., Any]] = {
     "eq": ops.equal, "ne": ops.not_equal, "lt": ops.less, "le": ops.less_equal, "gt": ops.greater,
@@ -67,13 +73,13 @@ _BINARY: dict[str, Callable[..., Any]] = {
     "hypot": ops.hypot, "remainder": ops.remainder, "floor_divide": ops.floor_divide,
     "bitwise_and": ops.bitwise_and, "bitwise_or": ops.bitwise_or, "bitwise_xor": ops.bitwise_xor,
     "bitwise_left_shift": ops.left_shift, "bitwise_right_shift": ops.right_shift,
-    "fmax": ops.maximum, "fmin": ops.minimum,
+    "fmax": ops.maximum, "fmin": ops.minimum, "clamp_min": ops.maximum, "clamp_max": ops.minimum,
     "fmod": _fmod,
     "logaddexp": lambda x, y: y + softplus(x - y),
     "xlogy": lambda x, y: ops.where(ops.equal(x, 0), 0, x * ops.log(ops.where(ops.equal(x, 0), 1, y))),
 }  # fmt: skip
 
-for _name, _function in _UNARY.items():
+for _name, _function in _SINGLE.items():
     aten(f"{_name}.default", operands="result")(_function)
 for _name, _function in _TESTS.items():
     aten(f"{_name}.Tensor", f"{_name}.Scalar", operands="common")(_function)
@@ -81,13 +87,10 @@ for _name, _function in _BINARY.items():
     overloads = (f"{_name}.default", f"{_name}.Tensor", f"{_name}.Scalar", f"{_name}.Tensor_Scalar")
     aten(*overloads, f"{_name}.Scalar_Tensor", operands="result")(_function)
 
-aten("isnan.default")(ops.isnan)
-aten("isinf.default")(ops.isinf)
-aten("isfinite.default")(ops.isfinite)
-aten("logical_not.default")(ops.logical_not)
-aten("logical_and.default")(ops.logical_and)
-aten("logical_or.default")(ops.logical_or)
-aten("logical_xor.default")(ops.logical_xor)
+for _name in ("isnan", "isinf", "isfinite", "logical_not", "logical_and", "logical_or", "logical_xor"):
+    aten(f"{_name}.default")(getattr(ops, _name))
+aten("where.self", "where.ScalarOther", "where.ScalarSelf", "where.Scalar")(ops.where)
+aten("clamp.default", "clamp.Tensor", "clip.default", "hardtanh.default", operands="result")(ops.clip)
 aten("bitwise_not.default")(lambda x: ops.logical_not(x) if x.dtype == "bool" else ops.bitwise_not(x))
 
 
@@ -139,39 +142,9 @@ def _power(x: Any, y: Any) -> Any:
     return ops.power(x, y)
 
 
-@aten("addcmul.default", operands="result")
-def _add_product(x: Any, y: Any, z: Any, value: Any = 1) -> Any:
-    return x + y * z * value
-
-
-@aten("addcdiv.default", operands="result")
-def _add_quotient(x: Any, y: Any, z: Any, value: Any = 1) -> Any:
-    return x + y / z * value
-
-
 @aten("lerp.Tensor", "lerp.Scalar", operands="result")
 def _interpolate(x: Any, y: Any, weight: Any) -> Any:
     return x + (y - x) * weight
-
-
-@aten("clamp.default", "clamp.Tensor", "clip.default", "hardtanh.default", operands="result")
-def _clamp(x: Any, min: Any = None, max: Any = None) -> Any:
-    return ops.clip(x, min, max)
-
-
-@aten("clamp_min.default", "clamp_min.Tensor", operands="result")
-def _clamp_min(x: Any, min: Any) -> Any:
-    return ops.maximum(x, min)
-
-
-@aten("clamp_max.default", "clamp_max.Tensor", operands="result")
-def _clamp_max(x: Any, max: Any) -> Any:
-    return ops.minimum(x, max)
-
-
-@aten("where.self", "where.ScalarOther", "where.ScalarSelf", "where.Scalar")
-def _where(condition: Any, x: Any, y: Any) -> Any:
-    return ops.where(condition, x, y)
 
 
 @aten("masked_fill.Scalar", "masked_fill.Tensor")
@@ -182,11 +155,6 @@ def _masked_fill(x: Any, mask: Any, value: Any) -> Any:
 @aten("_to_copy.default", "to.dtype", "to.dtype_layout")
 def _to_copy(x: Any, dtype: Any = None, **options: Any) -> Any:
     return x if dtype is None else ops.cast(x, short_dtype(dtype))
-
-
-@aten("gelu.default", operands="result")
-def _gelu(x: Any, approximate: str = "none") -> Any:
-    return ops.gelu(x, approximate=approximate == "tanh")
 
 
 def softplus(x: Any) -> Any:
@@ -212,14 +180,8 @@ def _elu(x: Any, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> 
     return ops.where(ops.greater(x, 0), x, falling) * scale
 
 
-@aten("selu.default", operands="result")
-def _selu(x: Any) -> Any:
-    return _elu(x, 1.6732632423543772, 1.0507009873554805)
-
-
-@aten("celu.default", operands="result")
-def _celu(x: Any, alpha: float = 1) -> Any:
-    return _elu(x, alpha, 1, 1 / alpha)
+aten("selu.default", operands="result")(lambda x: _elu(x, 1.6732632423543772, 1.0507009873554805))
+aten("celu.default", operands="result")(lambda x, alpha=1: _elu(x, alpha, 1, 1 / alpha))
 
 
 @aten("leaky_relu.default", operands="result")
@@ -240,21 +202,6 @@ def _prelu(x: Any, weight: Any) -> Any:
     if weight.ndim == 1 and x.ndim > 1:
         weight = ops.reshape(weight, (1, -1) + (1,) * (x.ndim - 2))
     return ops.where(ops.greater(x, 0), x, x * weight)
-
-
-@aten("threshold.default", operands="result")
-def _threshold(x: Any, threshold: float, value: float) -> Any:
-    return ops.where(ops.greater(x, threshold), x, value)
-
-
-@aten("hardshrink.default", operands="result")
-def _hardshrink(x: Any, lambd: float = 0.5) -> Any:
-    return ops.where(ops.greater(ops.absolute(x), lambd), x, 0)
-
-
-@aten("softshrink.default", operands="result")
-def _softshrink(x: Any, lambd: float = 0.5) -> Any:
-    return ops.sign(x) * ops.maximum(ops.absolute(x) - lambd, 0)
 
 
 @aten("glu.default", operands="result")

@@ -75,10 +75,6 @@ def _max_pool(dims: int) -> None:
         return ops.reshape(total / ops.maximum(count, 1), shape)
 
 
-for _dims in (1, 2, 3):
-    _max_pool(_dims)
-
-
 def _places(x: Any, shape: Any, window: Any, steps: Any, pads: Any) -> Any:
     """Place of the largest element of each window, flat over the spatial dims: the first of equal ones."""
     dims = len(window)
@@ -120,10 +116,6 @@ def _avg_pool(dims: int) -> None:
         steps, pads = _each(stride, dims, window), _each(padding, dims)
         counts = count_include_pad, divisor_override
         return _batched(_padded_mean, x, dims, window, steps, pads, ceil_mode, *counts)
-
-
-for _dims in (1, 2, 3):
-    _avg_pool(_dims)
 
 
 def _padded_mean(
@@ -174,10 +166,6 @@ def _adaptive_avg(dims: int) -> None:
         return x
 
 
-for _dims in (1, 2, 3):
-    _adaptive_avg(_dims)
-
-
 def _bounds(n: int, size: int) -> list[tuple[int, int]]:
     """(start, stop) of each region of adaptive pooling."""
     return [(i * n // size, -(-(i + 1) * n // size)) for i in range(size)]
@@ -202,10 +190,6 @@ def _adaptive_max(dims: int) -> None:
             ]
             x = ops.concat(parts, d)
         return x, None
-
-
-for _dims in (1, 2, 3):
-    _adaptive_max(_dims)
 
 
 # resampling
@@ -239,10 +223,6 @@ def _nearest(dims: int) -> None:
         return _resample(x, output_size, None)
 
 
-for _dims in (1, 2, 3):
-    _nearest(_dims)
-
-
 def _linear(name: str, dims: int) -> None:
     @aten(f"upsample_{name}.vec")
     def _resample(x: Any, output_size: Any, align_corners: bool, scale_factors: Any = None) -> Any:
@@ -256,6 +236,9 @@ def _linear(name: str, dims: int) -> None:
         return _resample(x, output_size, align_corners, None)
 
 
+for _dims in (1, 2, 3):
+    for _declare in (_max_pool, _avg_pool, _adaptive_avg, _adaptive_max, _nearest):
+        _declare(_dims)
 for _kind, _dims in (("linear1d", 1), ("bilinear2d", 2), ("trilinear3d", 3), ("bicubic2d", 2)):
     _linear(_kind, _dims)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from distgraph import ops
@@ -31,21 +32,15 @@ def _bernoulli_p(x: Any, p: float = 0.5, generator: Any = None) -> Any:
     return ops.cast(ops.less(ops.random_uniform(x.shape, x.dtype), p), x.dtype)
 
 
-@aten("rand_like.default", random=True)
-def _rand_like(x: Any, dtype: Any = None, **options: Any) -> Any:
-    return ops.random_uniform(x.shape, x.dtype if dtype is None else short_dtype(dtype))
+def _drawn(name: str, draw: Callable[..., Any]) -> None:
+    @aten(f"{name}_like.default", random=True)
+    def _of_shape(x: Any, dtype: Any = None, **options: Any) -> Any:
+        return draw(x.shape, x.dtype if dtype is None else short_dtype(dtype))
+
+    @aten(f"{name}.default", random=True)
+    def _of_size(size: Any, dtype: Any = None, **options: Any) -> Any:
+        return draw(tuple(size), "f32" if dtype is None else short_dtype(dtype))
 
 
-@aten("randn_like.default", random=True)
-def _randn_like(x: Any, dtype: Any = None, **options: Any) -> Any:
-    return ops.random_normal(x.shape, x.dtype if dtype is None else short_dtype(dtype))
-
-
-@aten("rand.default", random=True)
-def _rand(size: Any, dtype: Any = None, **options: Any) -> Any:
-    return ops.random_uniform(tuple(size), "f32" if dtype is None else short_dtype(dtype))
-
-
-@aten("randn.default", random=True)
-def _randn(size: Any, dtype: Any = None, **options: Any) -> Any:
-    return ops.random_normal(tuple(size), "f32" if dtype is None else short_dtype(dtype))
+_drawn("rand", ops.random_uniform)
+_drawn("randn", ops.random_normal)

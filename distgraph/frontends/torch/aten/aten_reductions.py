@@ -34,14 +34,14 @@ _reduction("amin.default", "min.default", kind="min")
 _reduction("prod.default", "prod.dim_int", kind="prod")
 
 
-@aten("any.default", "any.dim", "any.dims")
-def _any(x: Any, dim: Any = None, keepdim: bool = False) -> Any:
-    return ops.reduce("any", ops.cast(x, "bool"), _axes(dim), keepdim)
+def _test(kind: str) -> None:
+    @aten(f"{kind}.default", f"{kind}.dim", f"{kind}.dims")
+    def _reduce(x: Any, dim: Any = None, keepdim: bool = False) -> Any:
+        return ops.reduce(kind, ops.cast(x, "bool"), _axes(dim), keepdim)
 
 
-@aten("all.default", "all.dim", "all.dims")
-def _all(x: Any, dim: Any = None, keepdim: bool = False) -> Any:
-    return ops.reduce("all", ops.cast(x, "bool"), _axes(dim), keepdim)
+_test("any")
+_test("all")
 
 
 @aten("mean.default", "mean.dim")
@@ -51,13 +51,9 @@ def _mean(x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> 
     return ops.mean(x if dtype is None else ops.cast(x, short_dtype(dtype)), _axes(dim), keepdim)
 
 
-def _correction(correction: Any, unbiased: bool = True) -> float:
-    return float(unbiased) if correction is None else float(correction)
-
-
 @aten("var.correction")
 def _var(x: Any, dim: Any = None, correction: Any = None, keepdim: bool = False) -> Any:
-    return ops.var(x, _axes(dim), keepdim, _correction(correction))
+    return ops.var(x, _axes(dim), keepdim, 1.0 if correction is None else float(correction))
 
 
 @aten("var.default", "var.dim")
@@ -109,14 +105,8 @@ def _cumprod(x: Any, dim: int, dtype: Any = None) -> Any:
     return ops.cumprod(x if dtype is None else ops.cast(x, short_dtype(dtype)), dim)
 
 
-@aten("argmax.default")
-def _argmax(x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
-    return ops.argmax(x, dim, keepdim)
-
-
-@aten("argmin.default")
-def _argmin(x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
-    return ops.argmin(x, dim, keepdim)
+aten("argmax.default")(ops.argmax)
+aten("argmin.default")(ops.argmin)
 
 
 def _extreme(name: str, position: Callable[..., Any]) -> None:
@@ -134,16 +124,10 @@ _extreme("min", ops.argmin)
 @aten("topk.default")
 def _topk(x: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
     last = dim in (-1, x.ndim - 1)
-    moved = x if last else _swapped(x, dim)
+    moved = x if last else x.swapaxes(dim, -1)
     values, places = ops.top_k(moved if largest else -moved, k)
     values = values if largest else -values
-    return (values, places) if last else (_swapped(values, dim), _swapped(places, dim))
-
-
-def _swapped(x: Any, dim: int) -> Any:
-    order = list(range(x.ndim))
-    order[dim], order[-1] = order[-1], order[dim]
-    return ops.transpose(x, order)
+    return (values, places) if last else (values.swapaxes(dim, -1), places.swapaxes(dim, -1))
 
 
 @aten("sort.default", "sort.stable")
@@ -183,4 +167,4 @@ def _along_last(function: Callable[..., Any], x: Any, dim: int, dtype: Any) -> A
         raise GraphError(f"softmax of {x.dtype} needs a floating dtype; cast it first")
     if dim in (-1, x.ndim - 1):
         return function(x)
-    return _swapped(function(_swapped(x, dim)), dim)
+    return function(x.swapaxes(dim, -1)).swapaxes(dim, -1)

@@ -7,6 +7,11 @@ from typing import Any
 from distgraph import ops
 from distgraph.frontends.torch.rule_registry import aten
 
+aten("detach.default")(ops.stop_gradient)
+aten("t.default")(ops.transpose)
+aten("unsqueeze.default")(ops.expand_dims)
+aten("stack.default", operands="result")(ops.stack)
+
 
 @aten("view.default", "reshape.default", "_unsafe_view.default", "_reshape_alias.default")
 def _view(x: Any, shape: Any, *strides: Any) -> Any:
@@ -26,11 +31,6 @@ def _copy(x: Any, source: Any, non_blocking: bool = False) -> Any:
     return ops.cast(ops.broadcast_to(source, x.shape), x.dtype)
 
 
-@aten("detach.default")
-def _detach(x: Any) -> Any:
-    return ops.stop_gradient(x)
-
-
 @aten("permute.default")
 def _permute(x: Any, dims: Any) -> Any:
     return ops.transpose(x, tuple(dims))
@@ -38,14 +38,7 @@ def _permute(x: Any, dims: Any) -> Any:
 
 @aten("transpose.int")
 def _transpose(x: Any, first: int, second: int) -> Any:
-    order = list(range(x.ndim))
-    order[first], order[second] = order[second], order[first]
-    return ops.transpose(x, order)
-
-
-@aten("t.default")
-def _t(x: Any) -> Any:
-    return ops.transpose(x)
+    return x.swapaxes(first, second)
 
 
 @aten("movedim.int", "movedim.intlist")
@@ -56,11 +49,6 @@ def _movedim(x: Any, source: Any, destination: Any) -> Any:
     for target, moved in sorted(zip(targets, sources, strict=True)):
         order.insert(target, moved)
     return ops.transpose(x, order)
-
-
-@aten("unsqueeze.default")
-def _unsqueeze(x: Any, dim: int) -> Any:
-    return ops.expand_dims(x, dim)
 
 
 @aten("squeeze.default", "squeeze.dim", "squeeze.dims")
@@ -114,11 +102,6 @@ def _select(x: Any, dim: int, index: int) -> Any:
 def _cat(tensors: Any, dim: int = 0) -> Any:
     parts = [x for x in tensors if x.shape != (0,)]  # torch lets an empty list stand for no rows of any shape
     return ops.concat(parts or tensors[:1], dim)
-
-
-@aten("stack.default", operands="result")
-def _stack(tensors: Any, dim: int = 0) -> Any:
-    return ops.stack(tensors, dim)
 
 
 @aten("split_with_sizes.default", "split.sizes")
