@@ -13,20 +13,11 @@ from typer.main import get_command
 from distgraph import __version__
 from distgraph.errors import DistGraphError
 
-_MODULES: Final = {
-    "run": "distgraph.cli.run",
-    "check": "distgraph.cli.check",
-    "plan": "distgraph.cli.plan",
-    "export": "distgraph.cli.export",
-    "forecast": "distgraph.cli.forecast",
-    "inspect": "distgraph.cli.inspect",
-    "discover": "distgraph.cli.discover",
-    "profile": "distgraph.cli.profile",
-    "calibrate": "distgraph.cli.calibrate",
-    "cluster": "distgraph.cli.cluster",
-    "tune": "distgraph.cli.tune",
-    "checkpoint": "distgraph.cli.checkpoint",
-}
+_COMMANDS: Final = (
+    "run", "check", "plan", "export", "forecast", "inspect", "discover", "profile", "calibrate", "cluster",
+    "tune", "checkpoint",
+)  # fmt: skip
+_MODULES: Final = {name: f"distgraph.cli.{name}" for name in _COMMANDS}
 """Name of a command -> the module of a function of this name, or of a Typer application `app`."""
 _OPTIONS_OF_SCRIPT: Final = {"ignore_unknown_options": True}
 _SETTINGS: Final = {  # options after the script of `run` and `check` belong to the script

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from distgraph.cli.script_options import PLAN, PRECISION, RUNTIME, STRATEGY, strategy_text
+from distgraph.cli.script_options import PLAN, PRECISION, RUNTIME, STRATEGY, TARGET, strategy_text
 from distgraph.engine.commands.overrides import giving
 from distgraph.engine.commands.script_plans import forecast_script
 from distgraph.engine.compile.program_forecast import check_outputs
@@ -16,12 +16,7 @@ from distgraph.plan.plan import Plan
 def forecast(
     script: Annotated[str, typer.Argument(help="Python script that trains with an Engine.")],
     args: Annotated[list[str] | None, typer.Argument(help="Its arguments; all those after --.")] = None,
-    cluster: Annotated[
-        str,
-        typer.Option(
-            "--cluster", help="Resource file or shipped name; default: that of the script's engine."
-        ),
-    ] = "",
+    cluster: Annotated[str, TARGET] = "",
     runtime: Annotated[str, RUNTIME] = "",
     plan: Annotated[str, PLAN] = "",
     precision: Annotated[str, PRECISION] = "",

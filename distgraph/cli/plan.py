@@ -23,6 +23,7 @@ from distgraph.cli.script_options import (
     STAGES,
     START,
     STRATEGY,
+    TARGET,
     UNIFORM,
     ZERO,
     given_hosts,
@@ -45,12 +46,7 @@ from distgraph.serialization.atomic_files import check_writable
 def plan(
     script: Annotated[str, typer.Argument(help="Python script that trains with an Engine.")],
     args: Annotated[list[str] | None, typer.Argument(help="Its arguments; all those after --.")] = None,
-    cluster: Annotated[
-        str,
-        typer.Option(
-            "--cluster", help="Resource file or shipped name; default: that of the script's engine."
-        ),
-    ] = "",
+    cluster: Annotated[str, TARGET] = "",
     runtime: Annotated[str, RUNTIME] = "",
     output: Annotated[str, typer.Option("-o", "--output", help="Write the plan to this file.")] = "",
     mode: Annotated[str, typer.Option("--mode", help=f"One of {', '.join(MODES)}.")] = "auto",

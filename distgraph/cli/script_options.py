@@ -16,6 +16,10 @@ PLAN = typer.Option("--plan", help="Plan file, see distgraph plan; may follow th
 CLUSTER = typer.Option(
     "--cluster", help="Resource file or shipped name, for the costs of collectives; may follow the script."
 )
+TARGET = typer.Option(
+    "--cluster", help="Resource file or shipped name; default: that of the script's engine."
+)
+"""The cluster of `plan` and `forecast`, which do not run the script on it."""
 RUNTIME = typer.Option(
     "--runtime",
     "--for",

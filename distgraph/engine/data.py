@@ -73,7 +73,7 @@ class MapSource:
             self._whole = self._takes_arrays()
         if self._whole:
             return _fields(self.dataset[rows])
-        samples = [_sample(self.dataset[int(row)]) for row in rows]
+        samples = [_fields(self.dataset[int(row)]) for row in rows]
         return _stack(samples, rows)
 
     def _takes_arrays(self) -> bool:
@@ -154,9 +154,6 @@ def _fields(loaded: Any) -> Fields:
     if isinstance(loaded, (tuple, list)):
         return {f"{POSITION}{i}": np.asarray(a) for i, a in enumerate(loaded)}
     return {f"{POSITION}0": np.asarray(loaded)}
-
-
-_sample = _fields
 
 
 def _stack(samples: Sequence[Fields], rows: np.ndarray) -> Fields:

@@ -19,11 +19,7 @@ Bounds = tuple[tuple[int, int], ...]
 
 
 def replicas(records: Mapping[str, Record]) -> dict[str, list[tuple[int, ...]]]:
-    """Name of a parameter or state -> groups of several ranks that store the same block of it.
-
-    Args:
-        records: all parameters and states.
-    """
+    """Name of a parameter or state -> groups of several ranks that store the same block of it."""
     groups_of: dict[str, list[tuple[int, ...]]] = {}
     for name, record in records.items():
         holders: dict[Bounds, list[int]] = {}
@@ -37,12 +33,7 @@ def replicas(records: Mapping[str, Record]) -> dict[str, list[tuple[int, ...]]]:
 
 
 def different_replicas(memory: Memory, world: World) -> str:
-    """Text of the differences between ranks that store the same block; empty if there are none. Collective.
-
-    Args:
-        memory: memory of the engine.
-        world: the ranks, which exchange their checksums.
-    """
+    """Text of the differences between ranks that store the same block; "" if there are none. Collective."""
     replicated = replicas(memory.records)
 
     def work(rank: int) -> dict[str, int]:

@@ -217,9 +217,6 @@ class Session:
     def verify_replicas(self, step: int) -> None:
         """Compare the replicas of parameters and states, if the strategy requires it. Collective.
 
-        Args:
-            step: number of the step after which it happens.
-
         Raises:
             RuntimeFault: on every process, when copies differ; until a checkpoint is loaded nothing runs.
         """
@@ -288,13 +285,7 @@ def _copied(outputs: Mapping[str, Any]) -> dict[str, list[np.ndarray]]:
 def _assembled(
     compiled: Compiled, blocks: Mapping[int, Mapping[str, list[np.ndarray]]], labels: Sequence[str]
 ) -> dict[str, np.ndarray]:
-    """Label -> whole array of an output; those of micro-batches follow each other along the first dim.
-
-    Args:
-        compiled: the program.
-        blocks: rank -> label -> blocks.
-        labels: of the outputs.
-    """
+    """Label -> whole array of an output; those of micro-batches follow each other along the first dim."""
     graph = compiled.build.lowered
     outputs = {}
     for label, value in graph.outputs:

@@ -172,26 +172,21 @@ def random_bits(
     starts: Sequence[int] | None = None,
     local_shape: Sequence[int] | None = None,
     salt: int | str = 0,
-    dtype: Any = "uint64",
-    out: Array | None = None,
 ) -> Array:
-    """Uniform bits of the shard: uint64, or for uint32 their upper half. Identical on every device.
+    """Uniform bits of the shard, uint64. Identical on every device.
 
     Args:
         key: of the stream, from `random_key`; an int or a 0-d array.
         shape: of the global array.
         starts: of this shard in each dim; zeros where not given.
-        local_shape: of this shard; that of ``out``, else ``shape``, where not given.
+        local_shape: of this shard; ``shape`` where not given.
         salt: tells streams of one key apart.
 
     Raises:
         GraphError: the shard does not lie in ``shape``.
     """
-    local = _local(shape, local_shape, out)
-    words = _words(xp, fold_key(key, salt), *_runs(xp, shape, starts, local)).reshape(local)
-    if np.dtype(dtype) == np.uint32:
-        words = (words >> np.uint64(32)).astype(np.uint32)
-    return store(xp, words, out)
+    local = tuple(shape if local_shape is None else local_shape)
+    return _words(xp, fold_key(key, salt), *_runs(xp, shape, starts, local)).reshape(local)
 
 
 def random_uniform(

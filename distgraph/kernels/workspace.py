@@ -22,9 +22,9 @@ from distgraph.kernels.matmul import einsum_workspace, is_blas_ready, matmul_wor
 
 __all__ = [
     "argument", "attention", "attention_grad", "avg_pool_grad", "contiguous", "conv", "conv_grad_input",
-    "conv_grad_weight", "dropout", "einsum_workspace", "embedding", "logarithmic_softmax", "matmul_workspace",
-    "max_pool_grad", "one_hot", "order", "padding", "pick", "pick_grad", "put_along", "random",
-    "softmax_grad", "take", "take_along", "top_k",
+    "conv_grad_weight", "cumulative", "dropout", "einsum_workspace", "embedding", "logarithmic_softmax",
+    "matmul_workspace", "max_pool_grad", "one_hot", "order", "padding", "pick", "pick_grad", "put_along",
+    "random", "softmax_grad", "take", "take_along", "top_k",
 ]  # fmt: skip
 
 _INDEX = 8  # bytes of a position
@@ -94,14 +94,7 @@ def pick(x: Array, labels: Array, **attrs: Any) -> int:
     return int((2 * _INDEX + 1 + x.itemsize) * labels.size)
 
 
-def pick_grad(dy: Array, labels: Array, **attrs: Any) -> int:
-    """As `pick`, with the gradients that belong here."""
-    return pick(dy, labels)
-
-
-def take_along(x: Array, ids: Array, **attrs: Any) -> int:
-    """As `pick`, for every position."""
-    return pick(x, ids)
+pick_grad = take_along = pick  # with the gradients that belong here; for every position
 
 
 def put_along(x: Array, ids: Array, *, dim: int, size: int, offset: int = 0) -> int:

@@ -105,8 +105,8 @@ def _options(attrs: Attrs) -> dict[str, Any]:
     return {name: attrs[name] for name in ("stride", "padding", "dilation")}
 
 
-def _output(x: Shape, w: Shape, attrs: Attrs, what: str = "conv") -> Shape:
-    window = kernels.window_of(what, x[2:], w[2:], **_options(attrs))
+def _output(x: Shape, w: Shape, attrs: Attrs) -> Shape:
+    window = kernels.window_of("conv", x[2:], w[2:], **_options(attrs))
     return (x[0], w[0], *window.output)
 
 
@@ -382,20 +382,12 @@ def _window_flops(op: Op, rule: Rule) -> int:
     return smallest * math.prod(window)
 
 
-def _max_pool_gradient(c: GradientContext) -> Grads:
-    return [emit_one("max_pool_grad", c.operands[0], c.results[0], c.grad, **c.attrs)]
-
-
-def _avg_pool_gradient(c: GradientContext) -> Grads:
-    return [emit_one("avg_pool_grad", c.grad, input_shape=c.operands[0].shape, **c.attrs)]
-
-
 define(
     "max_pool",
     _pool_rule(1, grows=False),
     _guarded(pooling.max_pool, _pooled, -math.inf),
     infer=_infer_pool("max_pool"),
-    gradient=_max_pool_gradient,
+    gradient=lambda c: [emit_one("max_pool_grad", c.operands[0], c.results[0], c.grad, **c.attrs)],
     flops=_window_flops,
     reads=_reads_pool,
     localize=_local_pool,
@@ -417,7 +409,7 @@ define(
     _pool_rule(1, grows=False),
     _guarded(pooling.avg_pool, _pooled),
     infer=_infer_pool("avg_pool"),
-    gradient=_avg_pool_gradient,
+    gradient=lambda c: [emit_one("avg_pool_grad", c.grad, input_shape=c.operands[0].shape, **c.attrs)],
     flops=_window_flops,
     linear=((0,),),
     reads=_reads_pool,

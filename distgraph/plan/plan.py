@@ -35,7 +35,7 @@ from distgraph.plan.components import (
     Stored,
 )
 from distgraph.plan.decisions import Decisions
-from distgraph.plan.export import Export, Surface, export
+from distgraph.plan.export import EXPORTERS, Export, Surface
 from distgraph.plan.placement import PlacedRanks
 from distgraph.plan.plan_diff import changed
 from distgraph.plan.report import CHANGED, Comparison, compared, shown, stage_cells, told
@@ -162,7 +162,10 @@ class Plan(Decisions):
             GraphError: the framework is unknown, or the plan has no surface.
             ShardingError: the framework has no way to do what the plan says; the message lists why.
         """
-        return export(self, framework)
+        if framework not in EXPORTERS:
+            names = ", ".join(EXPORTERS)
+            raise GraphError(f"framework {framework!r} is unknown; a plan is exported to {names}")
+        return EXPORTERS[framework](self)
 
     def apply_to_torch(
         self,

@@ -67,11 +67,7 @@ def difference(plan: Plan, other: Plan) -> dict[str, str]:
 
 
 def changed(plan: Plan, lines: Mapping[str, str]) -> Plan:
-    """A plan with some lines replaced; everything else is as it was.
-
-    Args:
-        plan: it.
-        lines: name of a line -> what it is to be.
+    """A plan with some lines (name -> new text) replaced; everything else is as it was.
 
     Raises:
         GraphError: the plan has no such line, or it makes no sense.

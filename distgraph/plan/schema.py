@@ -223,10 +223,6 @@ def _moved(ops: LayerOps | Rest) -> dict[str, str]:
 def read_fields(document: object, file: str) -> dict[str, Any]:
     """The fields of a plan.
 
-    Args:
-        document: plain data of a file.
-        file: its name in messages.
-
     Raises:
         GraphError: it is no plan, of another version, or malformed; names file and path.
     """

@@ -101,12 +101,7 @@ Number = Annotated[float, Field(ge=-1e30, le=1e30, strict=True)]
 
 
 def read_bytes(path: str | Path, error: type[DistGraphError], most: int = MOST_BYTES) -> bytes:
-    """The content of a file.
-
-    Args:
-        path: of the file.
-        error: what is raised.
-        most: bytes that it may have.
+    """The content of a file of at most `most` bytes.
 
     Raises:
         error: it cannot be read, or is larger.
@@ -148,12 +143,6 @@ def read_json(path: str | Path, error: type[DistGraphError], most: int = MOST_BY
 
 def parse_json(text: str, file: str, error: type[DistGraphError], items: int = MOST_ITEMS) -> Any:
     """The plain data in a JSON text, within the limits of `check_data`.
-
-    Args:
-        text: to read.
-        file: where it comes from, for messages.
-        error: what is raised.
-        items: see `check_data`.
 
     Raises:
         error: it is no JSON (line and column), a key is given twice, or a limit is passed (path).

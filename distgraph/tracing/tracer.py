@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -79,37 +79,28 @@ class Trace:
             ACTIVE.reset(token)
 
     @contextmanager
-    def within(self, *, role: str | None = None, scope: str | None = None) -> Iterator[None]:
+    def _setting(self, **attributes: Any) -> Iterator[None]:
+        """Attributes have these values inside."""
+        before = {name: getattr(self, name) for name in attributes}
+        self.__dict__.update(attributes)
+        try:
+            yield
+        finally:
+            self.__dict__.update(before)
+
+    def within(self, *, role: str | None = None, scope: str | None = None) -> AbstractContextManager[None]:
         """Ops emitted inside carry this role and this scope (appended to the present one)."""
-        before = self.role, self.scope
-        self.role = role or self.role
-        if scope:
-            self.scope = f"{self.scope}.{scope}" if self.scope else scope
-        try:
-            yield
-        finally:
-            self.role, self.scope = before
+        inner = f"{self.scope}.{scope}" if self.scope and scope else scope or self.scope
+        return self._setting(role=role or self.role, scope=inner)
 
-    @contextmanager
-    def on_behalf_of(self, link: str, scope: str, where: str) -> Iterator[None]:
+    def on_behalf_of(self, link: str, scope: str, where: str) -> AbstractContextManager[None]:
         """Ops emitted inside belong to another op or parameter: its name, its scope, its source line."""
-        before = self.link, self.scope, self.where
-        self.link, self.scope, self.where = link, scope, where
-        try:
-            yield
-        finally:
-            self.link, self.scope, self.where = before
+        return self._setting(link=link, scope=scope, where=where)
 
-    @contextmanager
-    def recomputing(self) -> Iterator[None]:
+    def recomputing(self) -> AbstractContextManager[None]:
         """Results of ops emitted inside are recomputed in the backward part instead of staying in memory."""
-        before = self.block
         self.blocks += 1
-        self.block = before or self.blocks
-        try:
-            yield
-        finally:
-            self.block = before
+        return self._setting(block=self.block or self.blocks)
 
     def recompute(self, blocks: Sequence[Sequence[str]]) -> None:
         """Recompute ops of this trace in the backward part, those of a block together.
@@ -121,29 +112,16 @@ class Trace:
             for name in names:
                 self.recomputed.setdefault(name, self.blocks)
 
-    @contextmanager
-    def on(self, mesh: ProcessMesh) -> Iterator[None]:
+    def on(self, mesh: ProcessMesh) -> AbstractContextManager[None]:
         """Ops emitted inside are computed on this mesh."""
-        before, self.placement = self.placement, mesh
-        try:
-            yield
-        finally:
-            self.placement = before
+        return self._setting(placement=mesh)
 
-    @contextmanager
-    def computing_by(self, algorithm: MatmulAlgorithm, weight: DistAttr | None = None) -> Iterator[None]:
-        """Contractions emitted inside are computed by a distributed algorithm.
-
-        Args:
-            algorithm: the algorithm.
-            weight: layout to which their operands that are parameter matrices are pinned; None for no pin.
-        """
-        before = self.algorithm, self.weight_layout
-        self.algorithm, self.weight_layout = algorithm, weight
-        try:
-            yield
-        finally:
-            self.algorithm, self.weight_layout = before
+    def computing_by(
+        self, algorithm: MatmulAlgorithm, weight: DistAttr | None = None
+    ) -> AbstractContextManager[None]:
+        """Contractions emitted inside are computed by a distributed algorithm; `weight` is the layout to
+        which their operands that are parameter matrices are pinned, None for no pin."""
+        return self._setting(algorithm=algorithm, weight_layout=weight)
 
     def _compute_by_algorithm(self, op: Op) -> None:
         assert self.algorithm is not None
@@ -206,7 +184,7 @@ class Trace:
 
     def constant(self, data: Any, dtype: str | None = None) -> Tensor:
         """A constant from a number or a small array; equal ones are shared."""
-        array = np.asarray(data, dtype=None if dtype is None else _numpy(dtype))
+        array = np.asarray(data, dtype=None if dtype is None else to_numpy(short(dtype)))
         if dtype is None and array.dtype == np.float64 and not isinstance(data, (np.ndarray, np.generic)):
             array = array.astype(np.float32)
         name = short(array.dtype)
@@ -344,7 +322,3 @@ def stable_hash(text: str) -> int:
     for byte in text.encode():
         state = ((state ^ byte) * 0x100000001B3) & 0xFFFFFFFFFFFFFFFF
     return state >> 1
-
-
-def _numpy(dtype: str) -> Any:
-    return to_numpy(short(dtype))

@@ -115,11 +115,6 @@ class SearchOptions:
 def search(request: CompileRequest, cluster: Cluster, options: SearchOptions) -> Plan:
     """Search for the best plan; Ctrl-C ends the search with the best plan so far, a second one raises.
 
-    Args:
-        request: the program; the plan keeps its annotations.
-        cluster: the cluster to plan for.
-        options: see `SearchOptions`.
-
     Raises:
         GraphError: the program does not train.
         ResourceError: the cluster is too small, or lacks a number that a cost needs.

@@ -15,9 +15,6 @@ def warn_conflicts(completed: Graph) -> None:
 
     A single annotation whose layout reaches an op on two paths cannot be resolved by another annotation;
     `conflicts` reports it, but there is no warning.
-
-    Args:
-        completed: the training program with all layouts.
     """
     if not completed.lost or not is_chief():
         return

@@ -50,10 +50,6 @@ def layouts_of(plan: Plan) -> dict[str, DistAttr]:
 def apply_plan(request: CompileRequest, plan: Plan) -> tuple[Graph, Graph]:
     """The training program with the meshes and layouts of a plan.
 
-    Args:
-        request: the program, for batches of the size that the plan is for.
-        plan: the plan.
-
     Returns:
         The serial graph and the completed graph.
 

@@ -36,12 +36,6 @@ def extract_plan(
 ) -> Plan:
     """The plan of a program that was compiled from annotations and completion, or from a plan.
 
-    Args:
-        request: the request that was compiled.
-        build: the compiled program.
-        mapping: device of every rank; None without a cluster.
-        cluster: the cluster that it was compiled for.
-
     Raises:
         GraphError: the program does not train.
     """

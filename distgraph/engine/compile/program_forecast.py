@@ -46,15 +46,7 @@ def check_outputs(
 
 @dataclass(frozen=True)
 class ProgramForecast:
-    """The forecast of a compiled program. Print it.
-
-    Attributes:
-        request: the request that was compiled.
-        cluster: the cluster that it was compiled for.
-        build: the compiled program.
-        mapping: device of every rank.
-        forecast: time and memory of a step.
-    """
+    """The forecast of a compiled program. Print it."""
 
     request: CompileRequest
     cluster: Cluster

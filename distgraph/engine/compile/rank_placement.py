@@ -51,12 +51,7 @@ def place_ranks(
 
 
 def check_device_type(graph: Graph, device: str) -> None:
-    """Raise ResourceError if a mesh of a program needs other devices than those on which its ranks run.
-
-    Args:
-        graph: the program.
-        device: of the strategy, for all ranks.
-    """
+    """Raise ResourceError if a mesh of a program needs other devices than those on which its ranks run."""
     for rank, needed in sorted(_stated(graph).items()):
         if needed.type not in (None, device):
             raise ResourceError(
@@ -66,12 +61,7 @@ def check_device_type(graph: Graph, device: str) -> None:
 
 
 def placement_of(cluster: Cluster, devices: Sequence[int]) -> tuple[PlacedRanks, ...]:
-    """The placement that a plan states: the device of every rank as a device of a named machine.
-
-    Args:
-        cluster: the devices.
-        devices: device of every rank.
-    """
+    """The placement that a plan states: the device of every rank as a device of a named machine."""
     groups: dict[tuple[int, str, str, float], list[tuple[int, int]]] = {}
     for rank, number in enumerate(devices):
         device = cluster.devices[number]

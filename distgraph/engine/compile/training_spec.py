@@ -99,12 +99,17 @@ class TrainingSpec:
             if mode != "predict":
                 outputs = {label: emit_one("accumulate", value) for label, value in outputs.items()}
             annotate_stored(trace, layouts)
+        graph = self._finished(trace, outputs, pruned)
+        if self.strategy.mode == "manual":
+            _check_manual(graph)
+        return graph
+
+    def _finished(self, trace: Trace, outputs: Mapping[str, Tensor], pruned: bool) -> Graph:
+        """The graph of a trace, after the strategy's passes on serial graphs if it is to be pruned."""
         self.parameters.update(trace.parameters)
         passes = strategy_pipeline(self.strategy).reaching("serial") if pruned else ()
         context = PassContext(precision=self.strategy.mixed or MixedPrecision())
         graph: Graph = run_passes(trace.finish(outputs), passes, context, verified=False)
-        if self.strategy.mode == "manual":
-            _check_manual(graph)
         return graph
 
     def _check(self, mode: str) -> None:
@@ -188,9 +193,7 @@ class TrainingSpec:
                 )
             check_call("loss", self.loss, 1 + len(targets))
             loss = self.loss(output, *targets)
-        if not isinstance(loss, Tensor) or loss.shape != () or not is_float(loss.dtype):
-            actual = loss.value.type if isinstance(loss, Tensor) else type(loss).__name__
-            raise GraphError(f"loss is {actual} but must be one number of a float dtype; take its mean")
+        check_loss(loss)
         scalars = {"loss": loss}
         for name, metric in self.metrics.items():
             check_call(f"metric {name}", metric, 1 + len(targets))
@@ -201,6 +204,13 @@ class TrainingSpec:
                 raise GraphError(f"metric {name} is {actual} but must be one number; take its mean")
             scalars[name] = number
         return scalars
+
+
+def check_loss(loss: Any) -> None:
+    """Raises GraphError for a loss that is not one number."""
+    if not isinstance(loss, Tensor) or loss.shape != () or not is_float(loss.dtype):
+        actual = loss.value.type if isinstance(loss, Tensor) else type(loss).__name__
+        raise GraphError(f"loss is {actual} but must be one number of a float dtype; take its mean")
 
 
 def _is_tuple(fields: Sequence[str]) -> bool:

@@ -12,9 +12,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+from distgraph.engine.compile.training_spec import check_loss
 from distgraph.engine.functional.pytrees import leaves, map_leaves
 from distgraph.errors import GraphError
-from distgraph.ir.dtypes import is_float
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.passes.serial.backward import differentiate
 from distgraph.tracing.tensor import Tensor
@@ -100,7 +100,7 @@ def value_and_grad(function: Callable[..., Any], has_aux: bool = False) -> Calla
         trace = Trace.current()
         result = function(parameters, *args, **kwargs)
         loss, aux = result if has_aux else (result, None)
-        _check_loss(loss)
+        check_loss(loss)
         wrt = [trace.tensor(leaf) for _, leaf in leaves(parameters)]
         step.prepare(trace)
         found = _gradients(trace, loss, wrt, step)
@@ -148,12 +148,6 @@ def mark_pipeline_boundary() -> None:
             f"which needs {len(step.stages) - 1}; give stages={following + 1}, or remove marks"
         )
     trace.placement, step.marks = step.stages[following], following
-
-
-def _check_loss(loss: Any) -> None:
-    if not isinstance(loss, Tensor) or loss.shape != () or not is_float(loss.dtype):
-        actual = loss.value.type if isinstance(loss, Tensor) else type(loss).__name__
-        raise GraphError(f"loss is {actual} but must be one number of a float dtype; take its mean")
 
 
 def _gradients(trace: Trace, loss: Tensor, wrt: list[Tensor], step: StepTrace) -> list[Tensor]:

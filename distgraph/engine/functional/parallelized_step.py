@@ -79,12 +79,8 @@ class ParallelizedStep:
         engine = self._prepared(state, batch)
         self._assign(engine, state)
         logs = engine.run(self._fields(batch))
-        version = self._source.advance()
+        new = self._state()
         assert self._program is not None
-        new = map_leaves(
-            lambda path, leaf: StateArray(self._source, leaf.name, leaf.shape, leaf.dtype, version),
-            self._program.state,
-        )
         if not self._donate:
             new = map_leaves(lambda path, leaf: np.asarray(leaf), new)
         dims = self._program.sample_dims
@@ -110,12 +106,7 @@ class ParallelizedStep:
     def load(self, path: str | Path) -> Any:
         """The state of a checkpoint, for the next step. Raises RuntimeFault before `plan` or a step."""
         self._ready("program").load(path)
-        version = self._source.advance()
-        assert self._program is not None
-        return map_leaves(
-            lambda path, leaf: StateArray(self._source, leaf.name, leaf.shape, leaf.dtype, version),
-            self._program.state,
-        )
+        return self._state()
 
     def inspect(self, stage: str = "completed") -> str:
         """The training program as graph text: "completed", with layouts, or "lowered" to collectives.
@@ -136,6 +127,15 @@ class ParallelizedStep:
             self.engine.close()
 
     # Implementation
+
+    def _state(self) -> Any:
+        """The state that the ranks hold, as a new version."""
+        version = self._source.advance()
+        assert self._program is not None
+        return map_leaves(
+            lambda path, leaf: StateArray(self._source, leaf.name, leaf.shape, leaf.dtype, version),
+            self._program.state,
+        )
 
     def _prepared(self, state: Any, batch: Any) -> Engine:
         """The engine, with a compiled program for such a batch."""

@@ -12,10 +12,7 @@ from distgraph.ir.dtypes import to_numpy
 
 
 class StateSource:
-    """Where the current state of a step is.
-
-    Args:
-        gather: name -> whole array.
+    """Where the current state of a step is; `gather` returns the whole array of a name.
 
     Attributes:
         version: number of the current state; older ones were used up.

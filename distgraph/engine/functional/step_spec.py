@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from distgraph.engine.compile.strategy_passes import strategy_pipeline
 from distgraph.engine.compile.training_spec import TrainingSpec, annotate_stored
 from distgraph.engine.data import Field
 from distgraph.engine.functional.accumulation import FIXED, Growth, growths
@@ -26,9 +25,6 @@ from distgraph.ir.graph import Graph
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import DistAttr
 from distgraph.optim import Optimizer
-from distgraph.passes.pass_pipeline import run_passes
-from distgraph.passes.pass_registry import PassContext
-from distgraph.plan.precision import MixedPrecision
 from distgraph.tracing.tensor import Tensor, emit_one
 from distgraph.tracing.tracer import Trace
 
@@ -131,11 +127,7 @@ class StepSpec(TrainingSpec):
             if whole is not None:
                 check_behind(trace, whole, found, count)
             annotate_stored(trace, layouts)
-        self.parameters.update(trace.parameters)
-        passes = strategy_pipeline(self.strategy).reaching("serial") if pruned else ()
-        context = PassContext(precision=self.strategy.mixed or MixedPrecision())
-        graph: Graph = run_passes(trace.finish(outputs), passes, context, verified=False)
-        return graph
+        return self._finished(trace, outputs, pruned)
 
     def _whole(self, fields: Mapping[str, Field], count: int) -> tuple[StepTracing, Mapping[str, Growth]]:
         """The trace for the whole batch, and how the values of the forward part depend on the samples."""

@@ -15,7 +15,7 @@ from distgraph.engine.compile.fingerprint import program_of
 from distgraph.engine.compile.plan_apply import apply_plan, devices_of
 from distgraph.engine.compile.plan_extract import estimate, plan_of_graph
 from distgraph.engine.compile.strategy_passes import strategy_pipeline
-from distgraph.engine.search_driver.layout_costs import LayoutCosts
+from distgraph.engine.search_driver.layout_costs import LayoutCosts, LayoutQuery
 from distgraph.engine.search_driver.restrictions import Restriction, zero_of
 from distgraph.engine.search_driver.search_space import Shape
 from distgraph.ir.gc_pause import collector_paused
@@ -128,14 +128,25 @@ def build_candidate(candidate: Candidate, layout_costs: LayoutCosts) -> BuiltCan
     layered = layout_costs.layered_graph(candidate.micro_batches, candidate.recompute)
     meshes, devices = _meshes(candidate.stages)
     placements = _placements(layered, candidate.stages, meshes)
-    solved: dict[ProcessMesh, tuple[Formulation, tuple[int, ...]]] = {}
-    for mesh, stage in zip(meshes, candidate.stages, strict=True):
-        key = layout_costs.reference_devices(stage.devices), stage.shape, stage.memory_multiplier
-        solved[mesh] = layout_costs.stage_layouts(layered, *key, candidate.restriction)
+    layouts = [layout_costs.stage_layouts(layered, query) for query in _queries(candidate, layout_costs)]
+    solved = dict(zip(meshes, layouts, strict=True))
     completed = _completed(layered, placements, solved)
     origin = candidate.origin
     built = build_program(layout_costs, completed, layered, devices, origin, candidate, placements)
     return replace(built, solved=solved)
+
+
+def _queries(candidate: Candidate, layout_costs: LayoutCosts) -> list[LayoutQuery]:
+    """What the layouts of every stage are solved for."""
+    return [
+        LayoutQuery(
+            layout_costs.reference_devices(stage.devices),
+            stage.shape,
+            stage.memory_multiplier,
+            candidate.restriction,
+        )
+        for stage in candidate.stages
+    ]
 
 
 def program_of_plan(plan: Plan, layout_costs: LayoutCosts) -> BuiltCandidate:
@@ -225,11 +236,9 @@ def split_by_data_axes(graph: Graph) -> int:
 def layout_identity(candidate: Candidate, layout_costs: LayoutCosts) -> tuple[object, ...]:
     """A key that is the same for two candidates of different restrictions only where their programs are the
     same: layouts came out the same in all stages."""
-    kinds = dict.fromkeys(
-        (layout_costs.reference_devices(s.devices), s.shape, s.memory_multiplier) for s in candidate.stages
-    )
+    queries = dict.fromkeys(_queries(candidate, layout_costs))
     layered = layout_costs.layered_graph(candidate.micro_batches, candidate.recompute)
-    layouts = tuple(layout_costs.layout_key(layered, kind, candidate.restriction) for kind in kinds)
+    layouts = tuple(layout_costs.layout_key(layered, query) for query in queries)
     return *candidate.decided().values(), candidate.stages, layouts
 
 
@@ -245,7 +254,7 @@ def with_layouts(program: BuiltCandidate, solved: Solved, layout_costs: LayoutCo
         program.origin,
         program.candidate,
         program.placements,
-        program.decisions if program.candidate is None else None,
+        program.decisions,
     )
     return replace(built, solved=solved)
 

@@ -216,9 +216,6 @@ class Forecaster:
 class Evaluations:
     """All that a search has evaluated.
 
-    Args:
-        evaluator: of candidates.
-
     Attributes:
         best: the fastest program so far that fits and may be the answer.
         baselines: name -> seconds of a step, or why there is none.
@@ -249,12 +246,7 @@ class Evaluations:
         return sum(errors) / len(errors) if errors else None
 
     def add(self, evaluation: Evaluation, eligible: bool = True) -> Evaluation:
-        """Enter a program: as the best so far where it is, and among the baselines unless the search made it.
-
-        Args:
-            evaluation: of the program.
-            eligible: whether it may be the answer.
-        """
+        """Enter a program: as the best if it is `eligible`, and as a baseline unless the search made it."""
         evaluation.eligible = eligible
         self.all.append(evaluation)
         if evaluation.origin != "search":

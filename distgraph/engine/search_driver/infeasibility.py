@@ -53,10 +53,6 @@ def candidates_by_memory(layout_costs: LayoutCosts, table: VariantTable) -> Iter
 
     They begin below what a device has: what fits by the estimate need not by its forecast. Where nothing fits
     by the estimate either, it is one pipeline, on devices with as little more as any pipeline needs.
-
-    Args:
-        layout_costs: of the program.
-        table: costs of stages.
     """
     slack, seen = _LEAST, set()
     schedule = layout_costs.constraints.start.schedule

@@ -7,7 +7,7 @@ formulation and solution is made once.
 A problem is solved for the first micro-batch count that needs a shape. For counts near it the choice is
 carried over (`passes.search.intra_op.warm_start`) where ops have the same options: its costs are those of the
 layouts under the other count, and hardly above the best. So are the costs of layers that are recomputed. What
-becomes a candidate in the end is solved for its of_key count (`solve_separately`).
+becomes a candidate in the end is solved for its own count (`solve_separately`).
 
 Memory multipliers make a Pareto front of seconds and bytes: at 0 layouts are the fastest; as the multiplier
 rises, what is stored is split over more axes (ZeRO). Multipliers above 0 are tried only where the layers, put
@@ -55,7 +55,7 @@ _REACH = 4
 _SERIAL_SECONDS = 0.3
 """Seconds after which shapes are solved in several processes: forking these takes about as long."""
 _SMALLER = 1.02
-"""A variant is one of its of_key where the one before needs this many times its memory."""
+"""A variant is one of its own where the one before needs this many times its memory."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,10 +96,18 @@ def solve_problem(problem: Problem) -> Solution:
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-StageKey = tuple[tuple[int, ...], Shape, float]
-"""Devices, shape and memory multiplier of a stage."""
-_VariantQuery = tuple[int, SubMesh, Shape, Restriction, tuple[float, ...]]
-_Key = tuple[int, SubMesh, Shape, Restriction, tuple[float, ...], bool]
+_VariantKey = tuple[int, SubMesh, Shape, Restriction, tuple[float, ...], bool]
+"""The arguments of `LayoutCosts.variants`, and whether it is solved separately."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutQuery:
+    """What layouts of a stage are solved for: devices, mesh shape, memory multiplier (seconds a byte)."""
+
+    devices: tuple[int, ...]
+    shape: Shape
+    memory_multiplier: float
+    restriction: Restriction
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,31 +122,31 @@ class Solutions:
 
     choices: dict[object, tuple[tuple[int, ...], float]]
     bases: dict[object, dict[int, float]]
-    variants: dict[_Key, tuple[Variant, ...]]
+    variants: dict[_VariantKey, tuple[Variant, ...]]
 
     def since(self, before: Solutions) -> Solutions:
         """What was solved after `before` was copied."""
         bases = {
-            key: {m: multiplier for m, multiplier in of_key.items() if m not in before.bases.get(key, ())}
-            for key, of_key in self.bases.items()
+            key: {m: multiplier for m, multiplier in counts.items() if m not in before.bases.get(key, ())}
+            for key, counts in self.bases.items()
         }
         return Solutions(
             {key: choice for key, choice in self.choices.items() if key not in before.choices},
-            {key: of_key for key, of_key in bases.items() if of_key},
+            {key: counts for key, counts in bases.items() if counts},
             {key: variants for key, variants in self.variants.items() if key not in before.variants},
         )
 
     def copy(self) -> Solutions:
         """A copy, to which nothing is added."""
-        bases = {key: dict(of_key) for key, of_key in self.bases.items()}
+        bases = {key: dict(counts) for key, counts in self.bases.items()}
         return Solutions(dict(self.choices), bases, dict(self.variants))
 
     def add(self, more: Solutions) -> None:
         """Add what another process solved."""
         self.choices.update(more.choices)
         self.variants.update(more.variants)
-        for key, of_key in more.bases.items():
-            self.bases.setdefault(key, {}).update(of_key)
+        for key, counts in more.bases.items():
+            self.bases.setdefault(key, {}).update(counts)
 
 
 @dataclass(eq=False)
@@ -293,50 +301,35 @@ class LayoutCosts:
             )
         return self._formulations[key]
 
-    def solve(
-        self,
-        layered: LayeredGraph,
-        devices: tuple[int, ...],
-        shape: Shape,
-        multiplier: float,
-        restriction: Restriction,
-    ) -> tuple[Formulation, tuple[int, ...], float]:
+    def solve(self, layered: LayeredGraph, query: LayoutQuery) -> tuple[Formulation, tuple[int, ...], float]:
         """The formulation, its best choice and objective.
 
         Raises:
             InfeasibleError: none was found, as after Ctrl-C.
         """
-        key = layered.graph.micro_batches, layered.recompute, devices, shape, multiplier, restriction
-        formulation = self.formulation(layered, devices, shape).with_memory(memory_multiplier=multiplier)
+        key = layered.graph.micro_batches, layered.recompute, query
+        formulation = self.formulation(layered, query.devices, query.shape)
+        formulation = formulation.with_memory(memory_multiplier=query.memory_multiplier)
         if key not in self._solutions.choices:
-            problem = restricted(formulation, restriction)
+            problem = restricted(formulation, query.restriction)
             solution = solve_problem(problem)
             if solution.choice is None:
                 reason = solution.message or solution.status
                 raise InfeasibleError(
-                    f"{problem.name}: no layouts on {shape} were found ({reason}); take annotations out, or "
-                    f"give the search more time"
+                    f"{problem.name}: no layouts on {query.shape} were found ({reason}); take annotations "
+                    f"out, or give the search more time"
                 )
             self._solutions.choices[key] = tuple(solution.choice), solution.objective
         return (formulation, *self._solutions.choices[key])
 
-    def layout_key(
-        self, layered: LayeredGraph, stage: StageKey, restriction: Restriction
-    ) -> tuple[object, ...]:
+    def layout_key(self, layered: LayeredGraph, query: LayoutQuery) -> tuple[object, ...]:
         """A key that is the same under two restrictions only where the layouts of the stage are the same: the
         choice of `stage_layouts` where its problem is solved, else the restriction."""
-        if (layered.graph.micro_batches, (), *stage, restriction) not in self._solutions.choices:
-            return (restriction,)
-        return self.stage_layouts(layered, *stage, restriction)[1]
+        if (layered.graph.micro_batches, (), query) not in self._solutions.choices:
+            return (query.restriction,)
+        return self.stage_layouts(layered, query)[1]
 
-    def stage_layouts(
-        self,
-        layered: LayeredGraph,
-        devices: tuple[int, ...],
-        shape: Shape,
-        multiplier: float,
-        restriction: Restriction,
-    ) -> tuple[Formulation, tuple[int, ...]]:
+    def stage_layouts(self, layered: LayeredGraph, query: LayoutQuery) -> tuple[Formulation, tuple[int, ...]]:
         """The formulation and the choice that estimates are made of.
 
         What is recomputed has the layouts of the first time, so that a program holds what its estimate says:
@@ -344,13 +337,12 @@ class LayoutCosts:
         """
         if layered.recompute:
             plain = self.layered_graph(layered.graph.micro_batches)
-            source, choice, _ = self.solve(plain, devices, shape, multiplier, restriction)
-            target = self.formulation(layered, devices, shape)
+            source, choice, _ = self.solve(plain, query)
+            target = self.formulation(layered, query.devices, query.shape)
             again = self.carried_over(source, choice, target, layered, plain)
             if again is not None:
-                return target.with_memory(memory_multiplier=multiplier), again
-        formulation, choice, _ = self.solve(layered, devices, shape, multiplier, restriction)
-        return formulation, choice
+                return target.with_memory(memory_multiplier=query.memory_multiplier), again
+        return self.solve(layered, query)[:2]
 
     def solve_separately(self, micro_batches: int, submesh: SubMesh, shape: Shape) -> None:
         """From now on solve a shape for this micro-batch count; do not carry choices over to it."""
@@ -360,14 +352,14 @@ class LayoutCosts:
         self, micro_batches: int, submesh: SubMesh, shape: Shape, restriction: Restriction
     ) -> bool:
         """Whether the variants of a shape were solved before."""
-        key = micro_batches, submesh, shape, restriction, MEMORY_MULTIPLIERS
+        *key, _ = self._key(micro_batches, submesh, shape, restriction)
         return any((*key, separately) in self._solutions.variants for separately in (False, True))
 
     def prepare_variants(
         self, micro_batches: int, shapes: Sequence[tuple[SubMesh, Shape]], restriction: Restriction
     ) -> None:
         """Solve the variants of some shapes at the same time: of the first, of others while there is time."""
-        keys = [self._key((micro_batches, *pair, restriction, MEMORY_MULTIPLIERS)) for pair in shapes]
+        keys = [self._key(micro_batches, submesh, shape, restriction) for submesh, shape in shapes]
         missing = [key for key in keys if key not in self._solutions.variants]
         if not missing:
             return
@@ -376,7 +368,7 @@ class LayoutCosts:
 
         def make(number: int) -> None:
             if number == 0 or not self.expired():
-                self._solutions.variants[missing[number]] = tuple(self._solve_variants(*missing[number]))
+                self._solutions.variants[missing[number]] = self._solve_variants(missing[number])
 
         self.parallel_map(make, range(len(missing)), self.processes, serial_seconds=_SERIAL_SECONDS)
 
@@ -386,29 +378,28 @@ class LayoutCosts:
         submesh: SubMesh,
         shape: Shape,
         restriction: Restriction,
-        shares: Sequence[float] = MEMORY_MULTIPLIERS,
+        shares: tuple[float, ...] = MEMORY_MULTIPLIERS,
     ) -> tuple[Variant, ...]:
         """The variants of one shape, fastest first, for memory multipliers as in `MEMORY_MULTIPLIERS`."""
-        key = self._key((micro_batches, submesh, shape, restriction, tuple(shares)))
+        key = self._key(micro_batches, submesh, shape, restriction, shares)
         if key not in self._solutions.variants:
-            self._solutions.variants[key] = tuple(self._solve_variants(*key))
+            self._solutions.variants[key] = self._solve_variants(key)
         return self._solutions.variants[key]
 
-    def _key(self, query: _VariantQuery) -> _Key:
-        """The arguments of `_solve_variants`: a query, and whether it is to be solved separately."""
-        micro_batches, submesh, shape, restriction, _ = query
-        return *query, restriction != "none" or (micro_batches, submesh, shape) in self._solved_separately
-
-    @collector_paused()
-    def _solve_variants(
+    def _key(
         self,
         micro_batches: int,
         submesh: SubMesh,
         shape: Shape,
         restriction: Restriction,
-        shares: Sequence[float],
-        separately: bool,
-    ) -> list[Variant]:
+        shares: tuple[float, ...] = MEMORY_MULTIPLIERS,
+    ) -> _VariantKey:
+        separately = restriction != "none" or (micro_batches, submesh, shape) in self._solved_separately
+        return micro_batches, submesh, shape, restriction, shares, separately
+
+    @collector_paused()
+    def _solve_variants(self, key: _VariantKey) -> tuple[Variant, ...]:
+        micro_batches, submesh, shape, restriction, shares, separately = key
         devices = devices_for(self.pools, submesh)
         memory = self.memory(submesh)
         plain = self.layered_graph(micro_batches)
@@ -417,60 +408,48 @@ class LayoutCosts:
         variants: list[Variant] = []
         fastest, held = 0.0, np.inf
         for share in shares:
-            multiplier = share * fastest / memory
-            laid = None if separately else self._carried(plain, devices, shape, share, restriction)
+            query = LayoutQuery(devices, shape, share * fastest / memory, restriction)
+            laid = None if separately else self._carried(plain, query, share)
             solved = laid is None
-            a, choice, estimate = laid or self.solve(plain, devices, shape, multiplier, restriction)
+            a, choice, estimate = laid or self.solve(plain, query)
+            multiplier = query.memory_multiplier
             if solved and restriction == "none":
                 self._solutions.bases.setdefault((devices, shape, share), {})[micro_batches] = multiplier
             profile = a.profile(choice)
             size = profile.nbytes(1)
             if size * _SMALLER < held:
-                recompute = self._again(a, choice, again, devices, shape, multiplier, restriction)
-                costs = profile, recompute, estimate, solved
+                costs = profile, self._again(a, choice, again, query), estimate, solved
                 variants.append(Variant(micro_batches, submesh, shape, multiplier, restriction, *costs))
                 held = size
             fastest = fastest or estimate
             if profile.nbytes(stages) < memory * stages or self.expired():
                 break
-        return variants
+        return tuple(variants)
 
     def _carried(
-        self,
-        layered: LayeredGraph,
-        devices: tuple[int, ...],
-        shape: Shape,
-        share: float,
-        restriction: Restriction,
+        self, layered: LayeredGraph, query: LayoutQuery, share: float
     ) -> tuple[Formulation, tuple[int, ...], float] | None:
         """The choice for the nearest micro-batch count that was solved and has the same options."""
         here = layered.graph.micro_batches
-        bases = self._solutions.bases.get((devices, shape, share), {})
+        bases = self._solutions.bases.get((query.devices, query.shape, share), {})
         near = [count for count in bases if max(count, here) <= _REACH * min(count, here)]
         for count in sorted(near, key=lambda count: abs(math.log(count / here))):
             other = self.layered_graph(count)
-            source, choice, _ = self.solve(other, devices, shape, bases[count], restriction)
-            target = self.formulation(layered, devices, shape)
+            source, choice, _ = self.solve(other, replace(query, memory_multiplier=bases[count]))
+            target = self.formulation(layered, query.devices, query.shape)
             carried = self.carried_over(source, choice, target, layered, other)
             if carried is not None:
                 return target, carried, target.profile(carried).seconds(here)
         return None
 
     def _again(
-        self,
-        plain: Formulation,
-        choice: tuple[int, ...],
-        again: LayeredGraph,
-        devices: tuple[int, ...],
-        shape: Shape,
-        multiplier: float,
-        restriction: Restriction,
+        self, plain: Formulation, choice: tuple[int, ...], again: LayeredGraph, query: LayoutQuery
     ) -> Profile:
         """Costs by layer where each is recomputed, in the layouts in which it was computed first."""
-        target = self.formulation(again, devices, shape)
+        target = self.formulation(again, query.devices, query.shape)
         other = self.carried_over(plain, choice, target, again, self.layered_graph(again.graph.micro_batches))
         if other is None:
-            _, other, _ = self.solve(again, devices, shape, multiplier, restriction)
+            _, other, _ = self.solve(again, query)
         return target.profile(other)
 
     def carried_over(

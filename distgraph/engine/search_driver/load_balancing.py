@@ -164,13 +164,7 @@ def _relaxed(batch: int, members: Sequence[Member], capacities: Sequence[int]) -
 
 
 def shared_shapes(layout_costs: LayoutCosts, micro_batches: int, submesh: SubMesh) -> tuple[Shape, ...]:
-    """Logical meshes across pools, with and without an inner axis that lies inside machines.
-
-    Args:
-        layout_costs: of the program.
-        micro_batches: in a step.
-        submesh: takes devices of two pools or more.
-    """
+    """Logical meshes across pools, with and without an inner axis that lies inside machines."""
     pools = [(pool, size) for pool, size in zip(layout_costs.pools, submesh.sizes, strict=True) if size]
     common = math.gcd(*(math.gcd(size, pool.machine) for pool, size in pools))
     inner = [n for n in range(1, min(common, _MOST_INNER) + 1) if common % n == 0]
@@ -252,10 +246,6 @@ def _member(layout_costs: LayoutCosts, single: Variant, parts: int, *, recompute
 
 def rebalanced(shape: Shape, kinds: Sequence[int]) -> Iterator[Shape]:
     """Shapes in which the positions on one kind of device have one sample less at most, others more.
-
-    Args:
-        shape: with samples.
-        kinds: of every position.
 
     Example:
         >>> shape = Shape((("dp", 3),), (5, 5, 2))

@@ -205,11 +205,6 @@ def stage_moves(
 ) -> Iterator[Candidate]:
     """The neighbours of a candidate with other stages: another shape of one stage or of all, two stages
     merged, one divided, another restriction of the layouts, all layers recomputed or none.
-
-    Args:
-        candidate: of any number of stages.
-        layout_costs: of the program.
-        submeshes: those that a stage may have.
     """
     stages, count = candidate.stages, candidate.micro_batches
     shapes = {s: shapes_for(layout_costs, count, s) for s in submeshes}

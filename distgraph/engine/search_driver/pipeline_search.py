@@ -57,9 +57,6 @@ def best_estimate(pipelines: Mapping[int, Candidate]) -> float:
 class PipelineSearch:
     """Pipelines by their estimates.
 
-    Args:
-        layout_costs: of the program on the cluster.
-
     Attributes:
         best: micro-batch count -> the best pipeline, where one fits by its estimate.
         by_pool: name -> the best pipelines on one kind of device alone, where there are several.

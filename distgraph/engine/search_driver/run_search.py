@@ -153,12 +153,7 @@ def finalists_of_search(state: SearchState, count: int) -> list[tuple[str, Plan]
 
 
 def plan_of_search(state: SearchState, settings: Mapping[str, str | int | float | bool | None]) -> Plan:
-    """The best program so far as a plan, with what it was compared with.
-
-    Args:
-        state: of a search that has a best program.
-        settings: options of the search, which the plan keeps.
-    """
+    """The best program so far as a plan, with what it was compared with."""
     assert state.best is not None
     status = "feasible" if not state.expired() else "out of time"
     gap = None if state.bound is None else state.best.seconds / state.bound - 1

@@ -92,12 +92,6 @@ def with_memory(cluster: Cluster, constraints: SearchConstraints) -> Cluster:
 def check_constraints(constraints: SearchConstraints, size: int, layers: int, cluster: Cluster) -> None:
     """Refuse constraints that no plan of a program on a cluster keeps.
 
-    Args:
-        constraints: of the search.
-        size: samples of a batch.
-        layers: of the program.
-        cluster: where it is to run.
-
     Raises:
         ShardingError: names the constraint and what there is.
     """
@@ -179,11 +173,6 @@ def shapes_of(pool: Pool, size: int, named: Collection[str] = ()) -> tuple[Shape
     One axis is one that any op may use for anything. Of two, the major one is called dp and the minor one tp,
     after what they mostly turn out to be; no op is bound by these names, unless annotations name axes: then
     every shape has these, and a machine may be one axis tp.
-
-    Args:
-        pool: devices of one kind in machines of one size.
-        size: devices of the mesh.
-        named: axes that annotations name.
 
     Example:
         >>> [str(shape) for shape in shapes_of(Pool.grid("a", 2, 4), 8)]

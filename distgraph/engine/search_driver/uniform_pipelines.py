@@ -103,11 +103,6 @@ def pipelines_of(layout_costs: LayoutCosts, micro_batches: int) -> Iterator[Unif
 def interleaved(layout_costs: LayoutCosts, pipeline: Candidate, chunks: int) -> Candidate | None:
     """A pipeline of equal stages that reaches each of them several times, with about the same work each time.
 
-    Args:
-        layout_costs: of the program.
-        pipeline: with one chunk on every stage.
-        chunks: layers of a stage are cut into so many.
-
     Returns:
         None where stages differ in size, shape or memory multiplier, or layers are too few.
     """

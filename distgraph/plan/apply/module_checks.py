@@ -24,11 +24,6 @@ _MIXING = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 <<
 def check_module(plan: Plan, layouts: Layouts, module: Any, device: str) -> None:
     """Compare a model with the plan.
 
-    Args:
-        plan, layouts: the plan, and what it says to the ranks.
-        module: a `torch.nn.Module`.
-        device: type of the devices of the ranks.
-
     Raises:
         GraphError: it is no module of torch.
         ShardingError: its parameters are not those of the plan; it has tensors without values, or on another

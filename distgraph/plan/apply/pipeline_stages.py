@@ -55,12 +55,7 @@ def _detached(x: Any) -> Any:
 
 
 class FlatModule(torch.nn.Module):  # type: ignore[misc]
-    """A model that takes its inputs by position and returns a tuple of tensors.
-
-    Args:
-        module: the model.
-        names: of its inputs, in order.
-    """
+    """A model that takes its inputs by position and returns a tuple of tensors."""
 
     def __init__(self, module: torch.nn.Module, names: Sequence[str]) -> None:
         super().__init__()

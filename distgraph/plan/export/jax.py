@@ -65,9 +65,6 @@ def constrain(name, x):
 def export_jax(plan: Plan) -> Export:
     """Specs for JAX.
 
-    Args:
-        plan: with a surface.
-
     Returns:
         the data {"stages": [{"mesh", "parameters", "states", "inputs", "activations"}], "micro_batches",
         "checkpoint"}, with the modules that have no spec as "unconstrained" of their stage; the source of a

@@ -70,9 +70,6 @@ class _Translation:
 def export_megatron(plan: Plan) -> Export:
     """Arguments for Megatron-LM.
 
-    Args:
-        plan: of a stack of equal layers, with a surface.
-
     Returns:
         the data {"arguments": {name: value, or true for a flag}, "ranks": the plan's rank for each rank of
         Megatron-LM}; the source is the arguments quoted for a shell.

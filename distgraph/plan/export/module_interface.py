@@ -155,11 +155,7 @@ class Surface:
 
 
 def surface_of(graph: Graph, meshes: Sequence[ProcessMesh]) -> Surface:
-    """The surface of a completed training graph.
-
-    Args:
-        graph: every value has a layout.
-        meshes: the meshes of the stages.
+    """The surface of a completed training graph with stages on these meshes.
 
     Raises:
         GraphError: a value has no layout.

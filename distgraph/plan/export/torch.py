@@ -57,9 +57,6 @@ class _Stage:
 def export_torch(plan: Plan) -> Export:
     """Settings for PyTorch.
 
-    Args:
-        plan: with a surface.
-
     Returns:
         the data {"stages": [{"mesh", "ranks", "parallelize", "fully_shard", "checkpoint", "parameters",
         "placements", "inputs"}], "split_points", "schedule", "micro_batches", "loss_parallel"}, and the

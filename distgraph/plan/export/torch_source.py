@@ -78,13 +78,7 @@ def torch_schedules() -> dict[str, str]:
 
 
 def torch_source(plan: Plan, data: Mapping[str, Any], notes: Sequence[str]) -> str:
-    """Text of a Python module.
-
-    Args:
-        plan: what is exported.
-        data: of the export.
-        notes: what is not expressed.
-    """
+    """Text of a Python module."""
     stages = "".join(_stage_source(stage) for stage in data["stages"])
     points = [(path, "SplitPoint.BEGINNING") for path in data["split_points"]]
     return (

@@ -66,7 +66,7 @@ def test_shards_concatenate_to_the_global_numbers(
     key = rnd.random_key(SEED, "layer", 3)
     x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     makers = {
-        "bits": lambda **where: rnd.random_bits(np, key, dtype="uint32", **where),
+        "bits": lambda **where: rnd.random_bits(np, key, **where),
         "uniform": lambda **where: rnd.random_uniform(np, key, **where),
         "normal": lambda **where: rnd.random_normal(np, key, **where),
     }

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from support.programs.searched import Program, gpt, two_by_two
 
-from distgraph.engine.search_driver.layout_costs import LayoutCosts
+from distgraph.engine.search_driver.layout_costs import LayoutCosts, LayoutQuery
 from distgraph.engine.search_driver.search_space import Shape, pools_of
 from distgraph.passes.search.intra_op.formulate import Formulation
 from distgraph.passes.search.intra_op.solution_cache import VARIABLE
@@ -33,7 +33,7 @@ def carried(
     layout_costs: LayoutCosts, shape: Shape, source: LayeredGraph, target: LayeredGraph
 ) -> tuple[Formulation, tuple[int, ...], Formulation, tuple[int, ...] | None]:
     """The best choice for one graph, and what it is for another."""
-    found, choice, _ = layout_costs.solve(source, DEVICES, shape, 0.0, "none")
+    found, choice, _ = layout_costs.solve(source, LayoutQuery(DEVICES, shape, 0.0, "none"))
     other = layout_costs.formulation(target, DEVICES, shape)
     corresponding = corresponding_ops(target.fold, source.fold)
     assert corresponding is not None

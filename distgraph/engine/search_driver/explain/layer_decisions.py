@@ -132,13 +132,7 @@ def changed(program: BuiltCandidate, change: Change, layout_costs: LayoutCosts) 
 def layer_decisions(
     program: BuiltCandidate, profiles: Mapping[ProcessMesh, Profile], forecasts: Mapping[Change, RunnerUp]
 ) -> dict[str, Decision]:
-    """Every layer of a program with its runner-up; equal decisions of consecutive layers become one.
-
-    Args:
-        program: the best of the search.
-        profiles: its costs by layer on every mesh.
-        forecasts: of changes.
-    """
+    """Every layer of a program with its runner-up; equal decisions of consecutive layers become one."""
     assert program.placements is not None  # where layouts were chosen
     meshes = [layer_mesh(layer, program.placements) for layer in program.layered.layers]
     stages = accumulate((mesh != before for before, mesh in pairwise(meshes)), initial=0)

@@ -76,13 +76,7 @@ def with_choice(
 
 
 def decision_with(name: str, chosen: Mapping[str, str], others: Iterable[Evaluation]) -> Decision:
-    """A decision with the best other choice of it.
-
-    Args:
-        name: of the decision.
-        chosen: the choices of the best program, as texts.
-        others: programs that differ in this alone; one or more.
-    """
+    """A decision with the best other choice of it."""
     best = min(others, key=lambda other: (not other.fits, other.seconds))
     unfit = "" if best.fits else "; the runner-up does not fit memory"
     return Decision(
@@ -96,13 +90,7 @@ def decision_with(name: str, chosen: Mapping[str, str], others: Iterable[Evaluat
 def border_decision(
     program: BuiltCandidate, forecasts: Mapping[Change, RunnerUp], given: str
 ) -> dict[str, Decision]:
-    """The stages with the best border moved by a layer as their runner-up; empty where none was forecast.
-
-    Args:
-        program: the best of the search.
-        forecasts: of changes of its layers.
-        given: what a constraint says of the stages.
-    """
+    """The stages with the best border moved by a layer as their runner-up; empty where none was forecast."""
     if program.candidate is None:
         return {}
     stages = program.candidate.stages
