@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from distgraph.errors import RuntimeFault
-from distgraph.ir.dtypes import is_integer
 from distgraph.serialization.documents import shown_path
 
 if TYPE_CHECKING:
@@ -34,12 +33,6 @@ def check_place(who: str, path: str | Path) -> None:
         raise RuntimeFault(
             f"{who}: {shown_path(path) or repr(str(path))} cannot be written: {fails}; choose another"
         )
-
-
-def check_count(who: str, name: str, number: Any, least: int) -> None:
-    """Check a number of steps or epochs. Raises RuntimeFault: it is no integer, or below the least."""
-    if not is_integer(number) or number < least:
-        raise RuntimeFault(f"{who}: {name} is {number!r} but must be a number from {least} up")
 
 
 def check_monitor(who: str, name: str, engine: Engine) -> None:

@@ -17,8 +17,9 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distgraph.engine.callback_checks import check_count, check_monitor, check_place
+from distgraph.engine.callback_checks import check_monitor, check_place
 from distgraph.errors import NonFiniteError, RuntimeFault
+from distgraph.ir.dtypes import check_count
 from distgraph.serialization.atomic_files import check_writable
 from distgraph.serialization.documents import shown_path
 from distgraph.serialization.path_template import PathTemplate
@@ -119,7 +120,7 @@ class ModelCheckpoint(Callback):
         check_place("ModelCheckpoint", self.path.at(0, 0))
         for name, number in (("every", every), ("every_steps", every_steps), ("keep", keep)):
             if number is not None:
-                check_count("ModelCheckpoint", name, number, 1)
+                check_count(f"ModelCheckpoint: {name}", number, RuntimeFault)
         if best is not None and not isinstance(best, str):
             raise RuntimeFault(f'ModelCheckpoint: best is {best!r} but must be a name such as "valid_loss"')
         if best is not None and every_steps is not None:
@@ -187,7 +188,7 @@ class EarlyStopping(Callback):
     def __init__(
         self, monitor: str = "valid_loss", patience: int = 3, min_delta: float = 0.0, mode: str = "min"
     ) -> None:
-        check_count("EarlyStopping", "patience", patience, 0)
+        check_count("EarlyStopping: patience", patience, RuntimeFault, 0)
         self.monitor, self.patience = monitor, patience
         self._best = _Best("EarlyStopping", mode, min_delta)
         self.waited = 0
@@ -277,8 +278,8 @@ class Timeline(Callback):
     """
 
     def __init__(self, path: str | Path, after: int = 10, steps: int = 5) -> None:
-        check_count("Timeline", "after", after, 0)
-        check_count("Timeline", "steps", steps, 1)
+        check_count("Timeline: after", after, RuntimeFault, 0)
+        check_count("Timeline: steps", steps, RuntimeFault)
         check_place("Timeline", path)
         self.path, self.after, self.steps = Path(path), after, steps
         self._begin = -1  # step after which it begins

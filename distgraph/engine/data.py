@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from distgraph.errors import GraphError, RuntimeFault
-from distgraph.ir.dtypes import is_integer, short, to_numpy
+from distgraph.ir.dtypes import check_count, short, to_numpy
 from distgraph.kernels.random import random_key
 
 POSITION = "batch."
@@ -267,8 +267,7 @@ class DataLoader:
     start: int = 0
 
     def __post_init__(self) -> None:
-        if not is_integer(self.batch_size) or self.batch_size < 1:
-            raise RuntimeFault(f"batch_size is {self.batch_size!r} but must be a number from 1 up")
+        check_count("batch_size", self.batch_size, RuntimeFault)
         if self.drop_last and len(self.source) < self.batch_size:
             raise RuntimeFault(
                 f"data has {len(self.source)} samples but batch_size is {self.batch_size} and drop_last is "

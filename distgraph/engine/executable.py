@@ -111,11 +111,7 @@ class Compiled:
     def prepare(self, rank: int, device: Device, memory: Memory, control: Transport | None) -> None:
         """Compile the program of a rank. Collective: all ranks of the world call it, also those without one.
 
-        Args:
-            rank: a local rank.
-            device: of the rank.
-            memory: of the engine.
-            control: transport of the rank for host arrays; None where there is one rank.
+        `control` is the transport of the rank for host arrays; None where there is one rank.
         """
         if rank not in self.build.ranks:
             device.prepare(None)

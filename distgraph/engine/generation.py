@@ -113,10 +113,6 @@ def generate(
 ) -> list[np.ndarray]:
     """The prompts with the tokens that follow them.
 
-    Args:
-        session: of the engine.
-        prompts, limits, sampling, seed: as those of `Engine.generate`.
-
     Raises:
         GraphError: as `Engine.generate`.
     """

@@ -86,14 +86,7 @@ def described(found: Found, loss: float, step_text: str) -> str:
 
 
 def skipped_steps(means: Means, history: History, step: int, steps: int, epoch: int) -> float:
-    """Number of the steps of a finished epoch that were skipped under Strategy(nonfinite="skip").
-
-    Args:
-        means: of the epoch.
-        history: of the training.
-        step: finished steps of the training.
-        steps: those of the epoch.
-        epoch: its number.
+    """Number of the last `steps` steps, those of an epoch, that were skipped (Strategy(nonfinite="skip")).
 
     Raises:
         NonFiniteError: all were.

@@ -168,12 +168,7 @@ class Memory:
 
 
 def gather_tensors(world: World, memory: Memory, names: Iterable[str]) -> dict[str, np.ndarray]:
-    """Whole arrays of parameters and states, on every process.
-
-    Args:
-        world: the ranks.
-        memory: their blocks.
-        names: of the tensors; those that no program uses are left out.
+    """Whole arrays of parameters and states, on every process; those that no program uses are left out.
 
     Raises:
         RuntimeFault: no program has been compiled yet.

@@ -12,7 +12,7 @@ from typing import Any
 
 from distgraph.engine.callbacks import Callback
 from distgraph.errors import GraphError, ResourceError, RuntimeFault
-from distgraph.ir.dtypes import is_integer
+from distgraph.ir.dtypes import check_count, is_integer
 from distgraph.nn import Module
 from distgraph.optim import Optimizer
 from distgraph.plan.plan import Plan
@@ -64,10 +64,8 @@ def check_training(epochs: Any, batch_size: Any, micro_batches: int, callbacks: 
         GraphError: the batch size is no multiple of the number of micro-batches.
         RuntimeFault: a number is out of range, or a callback has a wrong type.
     """
-    if not is_integer(epochs) or epochs < 0:
-        raise RuntimeFault(f"epochs is {epochs!r} but must be a number from 0 up")
-    if not is_integer(batch_size) or batch_size < 1:
-        raise RuntimeFault(f"batch_size is {batch_size!r} but must be a number from 1 up")
+    check_count("epochs", epochs, RuntimeFault, 0)
+    check_count("batch_size", batch_size, RuntimeFault)
     if batch_size % micro_batches:
         raise GraphError(
             f"batch_size is {batch_size} but micro_batches of the strategy is {micro_batches}; make one a "

@@ -7,7 +7,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from distgraph.errors import GraphError
+from distgraph.errors import DistGraphError, GraphError
 
 _NUMPY: dict[str, np.dtype[Any]] = {
     "f64": np.dtype(np.float64),
@@ -94,3 +94,9 @@ def is_normal(number: float, name: str) -> bool:
 def is_integer(number: object) -> bool:
     """Whether an object is a whole number of Python or NumPy, and no bool."""
     return isinstance(number, (int, np.integer)) and not isinstance(number, bool)
+
+
+def check_count(subject: str, number: Any, error: type[DistGraphError], least: int = 1) -> None:
+    """Raise an error where a number is no whole number, or below the least."""
+    if not is_integer(number) or number < least:
+        raise error(f"{subject} is {number!r} but must be a number from {least} up")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
 from distgraph.errors import ShardingError
-from distgraph.ir.dtypes import is_integer
+from distgraph.ir.dtypes import check_count, is_integer
 from distgraph.ir.range_notation import spans
 from distgraph.plan.decisions import Decisions
 from distgraph.plan.pipeline_schedules import schedule_names
@@ -77,8 +77,8 @@ class SearchConstraints:
     def __post_init__(self) -> None:
         for name in ("micro_batches", "stages", "layers", "devices"):
             value = getattr(self, name)
-            if value is not None and (not is_integer(value) or value < 1):
-                raise ShardingError(f"{name} of the search is {value!r} but must be a number from 1 up")
+            if value is not None:
+                check_count(f"{name} of the search", value, ShardingError)
         if self.schedule is not None and self.schedule not in schedule_names():
             raise ShardingError(
                 f"schedule {self.schedule!r} of the search does not exist; the schedules are "

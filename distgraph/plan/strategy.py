@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from numbers import Real
 
 from distgraph.errors import ShardingError
-from distgraph.ir.dtypes import is_integer
+from distgraph.ir.dtypes import check_count, is_integer
 from distgraph.ir.mesh import ProcessMesh, check_mesh
 from distgraph.plan.constraints import SEARCHED, SearchConstraints
 from distgraph.plan.decisions import Decisions
@@ -148,9 +148,8 @@ class Strategy:
                 )
         if self.refine_budget is not None:
             self._check_budget(self.refine_budget)
-        count = self.micro_batches
-        if count is not None and (not is_integer(count) or count < 1):
-            raise ShardingError(f"micro_batches of Strategy is {count!r} but must be a number from 1 up")
+        if self.micro_batches is not None:
+            check_count("micro_batches of Strategy", self.micro_batches, ShardingError)
         self._check_constraints()
         every = self.verify_replicas
         if every is not None and (not is_integer(every) or every < 1):
@@ -208,8 +207,7 @@ class Strategy:
             )
 
     def _check_budget(self, budget: int) -> None:
-        if not is_integer(budget) or budget < 1:
-            raise ShardingError(f"refine_budget of Strategy is {budget!r} but must be a number from 1 up")
+        check_count("refine_budget of Strategy", budget, ShardingError)
         if self.refine != "always":
             raise ShardingError(
                 f"refine_budget of Strategy is {budget} but refine is {self.refine!r}, which searches "

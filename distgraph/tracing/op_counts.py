@@ -78,14 +78,7 @@ def cut_op(
 
 
 def _sizes(op: Op, terms: Mapping[int, Term], counts: Counts, where: str) -> dict[str, int]:
-    """Index of the op -> its parts, of those that are cut.
-
-    Args:
-        op: that is cut.
-        terms: number of a tensor -> for each of its dims the indices that it is made of.
-        counts: see `cut_op`.
-        where: source line, for messages.
-    """
+    """Index of the op -> its parts, of those that are cut."""
     parts: dict[str, dict[tuple[int, int], int]] = {}
     for number, term in terms.items():
         for dim, (count, indices) in enumerate(zip(counts[number], term, strict=True)):
@@ -120,11 +113,7 @@ def only_op(
 ) -> tuple[Op, dict[str, int]]:
     """The op of a call, and the tensor of the call that each of its operands is, by name.
 
-    Args:
-        function: computes one op.
-        args, kwargs: of the call.
-        where: source line, for messages.
-        given: what is given to the op, "counts" or "axes", for messages.
+    What is `given` to the op is "counts" or "axes", for messages.
 
     Raises:
         ShardingError: the call computes several ops or none.

@@ -72,10 +72,7 @@ def measured_best(
 def measured_seconds(plan: Plan, argv: Sequence[str], hosts: Sequence[Host] = ()) -> float | None:
     """Median seconds of a step of the slowest rank; None where the job failed. Errors go to standard error.
 
-    Args:
-        plan: with which the script trains.
-        argv: script and its arguments.
-        hosts: on which the ranks run; this machine where there are none.
+    Without hosts the ranks run on this machine.
     """
     with (
         tempfile.TemporaryDirectory(prefix="distgraph-measure-") as folder,

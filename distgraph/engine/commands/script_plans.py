@@ -51,13 +51,7 @@ def plan_script(
     cluster: str | None = None,
     options: SearchOptions | None = None,
 ) -> Plan:
-    """Run a script up to its first program, and search a plan for it.
-
-    Args:
-        path: of the script.
-        argv: its arguments.
-        cluster: resource file or name of a shipped one; that of the script's engine by default.
-        options: of the search.
+    """Run a script up to its first program, and search a plan for it; arguments as `forecast_script`.
 
     Raises:
         GraphError: there is no such file, or the script ends, exits or raises without a training step.

@@ -16,12 +16,7 @@ from distgraph.passes.search.layering.layer_sequence import REST, Layer, layerin
 
 
 class OpPositions:
-    """Names and positions of the ops of a serial graph.
-
-    Args:
-        serial: the training graph.
-        layers: its layers: contiguous sequences of forward ops.
-    """
+    """Names and positions of the ops of a serial graph."""
 
     def __init__(self, serial: Graph, layers: Sequence[Layer]) -> None:
         self._positions: dict[str, tuple[int, str]] = {}

@@ -21,7 +21,7 @@ from distgraph.engine.functional.step_spec import (
 )
 from distgraph.engine.parameter_store import assign_tensors, gather_tensors
 from distgraph.errors import GraphError, RuntimeFault, ShardingError
-from distgraph.ir.dtypes import is_integer, short
+from distgraph.ir.dtypes import check_count, is_integer, short
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.nn import Buffer, Parameter
 from distgraph.plan.plan import Plan
@@ -351,9 +351,8 @@ def parallelize(
 
 
 def _ranks(devices: int | None, cluster: Cluster | None) -> int:
-    if devices is not None and (not is_integer(devices) or devices < 1):
-        raise ShardingError(f"devices of parallelize is {devices!r} but must be a number from 1 up")
     if devices is not None:
+        check_count("devices of parallelize", devices, ShardingError)
         return int(devices)
     return len(cluster.devices) if cluster is not None else ranks_of_job()
 

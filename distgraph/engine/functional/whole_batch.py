@@ -51,12 +51,6 @@ class StepTracing(Trace):
 def check_behind(trace: StepTracing, whole: StepTracing, found: Mapping[str, Growth], count: int) -> None:
     """Compare the part behind the gradient with that for the whole batch.
 
-    Args:
-        trace: of a micro-batch.
-        whole: of the whole batch.
-        found: how values of the forward part depend on the samples.
-        count: micro-batches of a batch.
-
     Raises:
         GraphError: it depends on the number of samples in another way than by constants.
     """

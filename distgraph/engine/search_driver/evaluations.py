@@ -251,7 +251,8 @@ class Evaluations:
         self.all.append(evaluation)
         if evaluation.origin != "search":
             self.add_baseline(evaluation.origin, evaluation)
-        if eligible and evaluation.fits and self.is_better(evaluation):
+        faster = self.best is None or evaluation.seconds < self.best.seconds
+        if eligible and evaluation.fits and faster:
             if self.best is not None:
                 self.best.release()
             self.best = evaluation
@@ -264,10 +265,6 @@ class Evaluations:
         self.left_out[origin] = constraint
         if origin != "search":
             self.baselines[origin] = f"left out: {constraint} is given"
-
-    def is_better(self, evaluation: Evaluation) -> bool:
-        """Whether a program takes less than the best so far."""
-        return self.best is None or evaluation.seconds < self.best.seconds
 
     def add_baseline(self, name: str, evaluation: Evaluation) -> None:
         """Enter a program among the baselines; of several of one name the fastest counts."""

@@ -190,11 +190,7 @@ def with_decisions(
 ) -> BuiltCandidate | None:
     """A program on one mesh with other micro-batches or other layers recomputed, its layouts as they are.
 
-    Args:
-        program: its layouts are carried over.
-        decisions: about the other program.
-        layout_costs: of the search.
-        solve: whether to solve layouts that do not carry over.
+    With `solve`, layouts that do not carry over are solved.
 
     Returns:
         None where layouts do not carry over, or there are several meshes.
@@ -252,13 +248,8 @@ def double_recursion(
 def mesh2d_programs(
     layout_costs: LayoutCosts, micro_batches: int, algorithm: str, most: int
 ) -> Iterator[tuple[mesh2d.TunedMesh, Callable[[], BuiltCandidate]]]:
-    """Two-dimensional tensor parallelism on the mesh of the annotations, or on all devices in several shapes.
-
-    Args:
-        layout_costs: of the program.
-        micro_batches: in a step.
-        algorithm: of its matrix products.
-        most: shapes of the mesh, those with the best estimates.
+    """Two-dimensional tensor parallelism on the mesh of the annotations, or on all devices in the
+    `most` shapes with the best estimates.
 
     Yields:
         the tuner's estimate for the products of a micro-batch, and a function that builds the program.
@@ -282,11 +273,7 @@ def mesh2d_where_it_gains(
 ) -> list[Callable[[], BuiltCandidate]]:
     """Programs of two-dimensional tensor parallelism that may be fastest by the tuner's model, best first.
 
-    Args:
-        layout_costs: of the program.
-        micro_batches: in a step.
-        seconds: of the best step so far. The products alone must take less.
-        most: shapes of the mesh, those with the best estimates.
+    Their products alone take less than `seconds`; there are at most `most`.
     """
     if len(layout_costs.pools) > 1:
         return []

@@ -255,15 +255,11 @@ def rebalanced(shape: Shape, kinds: Sequence[int]) -> Iterator[Shape]:
     totals = {kind: sum(n for n, k in zip(shape.samples, kinds, strict=True) if k == kind) for kind in kinds}
     for giver in totals:
         for taker in totals:
-            less = _one_less(totals[giver], list(kinds).count(giver))
-            if giver != taker and less >= list(kinds).count(giver):
+            count = list(kinds).count(giver)
+            less = count * (-(-totals[giver] // count) - 1)  # no position has as many as one has now
+            if giver != taker and less >= count:
                 after = {**totals, giver: less, taker: totals[taker] + totals[giver] - less}
                 yield Shape(shape.axes, _dealt(after, kinds))
-
-
-def _one_less(total: int, count: int) -> int:
-    """The most samples with which no position of a kind has as many as one has now."""
-    return count * (-(-total // count) - 1)
 
 
 def _dealt(totals: dict[int, int], kinds: Sequence[int]) -> tuple[int, ...]:

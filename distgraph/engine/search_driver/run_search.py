@@ -133,11 +133,9 @@ def search_given_meshes(state: SearchState) -> Iterator[Event]:
 
 
 def finalists_of_search(state: SearchState, count: int) -> list[tuple[str, Plan]]:
-    """The fastest programs by forecast that fit and may be the answer, in words and as plans.
+    """The `count` fastest programs by forecast that fit and may be the answer, in words and as plans.
 
-    Args:
-        state: of a search that has ended.
-        count: at most so many; programs that come to the same plan count once.
+    Programs that come to the same plan count once.
     """
     found: dict[str, tuple[str, Plan]] = {}
     ranked = sorted(state.evaluations.all, key=lambda evaluation: evaluation.seconds)

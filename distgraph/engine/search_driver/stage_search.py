@@ -65,14 +65,7 @@ def variant_table(
     submeshes: Sequence[SubMesh],
     excluded: ExcludedShapes = (),
 ) -> VariantTable:
-    """The variants of every shape of some sub-meshes.
-
-    Args:
-        layout_costs: of the program.
-        micro_batches: in a step.
-        submeshes: each in one pool, or across several with a share of the samples for each device.
-        excluded: shapes that are left out.
-    """
+    """The variants of every shape of some sub-meshes, without `excluded` ones."""
     table: dict[SubMesh, list[Variant]] = {}
     complete = True
     near = sorted(submeshes, key=partial(_distance, layout_costs))
@@ -260,13 +253,8 @@ def transfer_seconds(
     """Seconds [layers, sub-meshes] of the transfer behind a layer, to a stage of the same size, and seconds
     for which it occupies its most occupied link.
 
-    Of one micro-batch, both ways; 0 behind the last layer.
-
-    Args:
-        layout_costs: of the program.
-        micro_batches: in a step.
-        submeshes: those of the stage.
-        apart: the stages are in different machines; else in one where they fit there together.
+    Of one micro-batch, both ways; 0 behind the last layer. The stages are in different machines if they are
+    to be `apart`, else in one where they fit there together.
     """
     crossing = np.append(layout_costs.layered_graph(micro_batches).crossing, 0.0)
     seconds, occupied = (np.zeros((len(crossing), len(submeshes))) for _ in range(2))
@@ -325,9 +313,7 @@ class PipelineEstimate:
 def pipeline_estimate(layout_costs: LayoutCosts, candidate: Candidate) -> PipelineEstimate:
     """The estimate of a candidate: its pipeline simulated, with transfers between the devices it has.
 
-    Args:
-        layout_costs: of the program. Layouts of shapes that were not solved yet are solved.
-        candidate: any.
+    Layouts of shapes that were not solved yet are solved.
     """
     stages, m = candidate.stages, candidate.micro_batches
     policy = schedule_policy(candidate.schedule)

@@ -49,12 +49,7 @@ def best_uniform(
 
     Pipelines are looked at in the order of what they would take without restriction and with memory enough. A
     restriction takes choices away, so once that is above the best estimate, no other pipeline can be better.
-
-    Args:
-        layout_costs: of the program.
-        counts: micro-batch counts.
-        restriction: what dp may split.
-        excluded: shapes that are looked at only where no pipeline of others fits.
+    Shapes that are `excluded` are looked at only where no pipeline of others fits.
     """
     pipelines = [pipeline for count in counts for pipeline in pipelines_of(layout_costs, count)]
     good = [pipeline for pipeline in pipelines if (pipeline.submesh, pipeline.free) not in excluded]

@@ -55,14 +55,8 @@ def custom_derivative(eqn: Any, inner: Any, operands: Sequence[Any]) -> Any | No
 def with_derivative(
     transposed: Any, eqn: Any, operands: Sequence[Any], values: Sequence[Any], evaluate: Any
 ) -> list[Any]:
-    """The results of a function, with the gradient that it declares.
-
-    Args:
-        transposed: the jaxpr of L; see `custom_derivative`.
-        eqn: the equation.
-        operands: of the equation.
-        values: what the function computes.
-        evaluate: (jaxpr, operands) -> results.
+    """The results of a function, with the gradient that it declares; `transposed` is the jaxpr of L
+    (see `custom_derivative`).
     """
     fixed = [ops.stop_gradient(x) if isinstance(x, Tensor) else x for x in operands]
     zeros = [

@@ -153,13 +153,7 @@ def distribute_parameters(module: torch.nn.Module, mesh: Any, layout: Callable[[
 
 
 def constrain_outputs(module: torch.nn.Module, outputs: Mapping[str, Output], prefix: str = "") -> None:
-    """Give the results of modules the layouts of a plan; gradients of these results get them too.
-
-    Args:
-        module: gets forward hooks.
-        outputs: path -> result.
-        prefix: of the paths in the module.
-    """
+    """Give the results of modules the layouts of a plan; gradients of these results get them too."""
     modules = dict(module.named_modules())
     for path, output in outputs.items():
         if prefix + path in modules:

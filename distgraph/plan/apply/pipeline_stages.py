@@ -137,7 +137,8 @@ class TiedGradients:
         ranks: Sequence[Sequence[int]],
     ) -> None:
         names_of_stages = [
-            {name.removeprefix(PREFIX) for name, _ in all_parameters(stage)} for stage in stages
+            {name.removeprefix(PREFIX) for name, _ in stage.named_parameters(remove_duplicate=False)}
+            for stage in stages
         ]
         self._groups: list[tuple[tuple[str, ...], Any]] = []
         for names in tied:
@@ -155,11 +156,6 @@ class TiedGradients:
                 parameter.grad = torch.zeros_like(parameter)
             gradient = parameter.grad
             dist.all_reduce(getattr(gradient, "_local_tensor", gradient), group=group)
-
-
-def all_parameters(module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
-    """(name, parameter) with every name of a tied one."""
-    return list(module.named_parameters(remove_duplicate=False))
 
 
 def pipeline_schedule(

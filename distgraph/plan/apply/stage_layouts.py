@@ -15,7 +15,7 @@ import numpy as np
 
 from distgraph.errors import ShardingError
 from distgraph.ir.sharding_spec import ShardSpec
-from distgraph.plan.export.axis_roles import Roles, ranks_by_role, roles_of, strays_of
+from distgraph.plan.export.axis_roles import ranks_by_role, roles_of, strays_of
 from distgraph.plan.export.module_interface import Part
 from distgraph.plan.export.result import listed, surface
 from distgraph.plan.export.torch import sharded_units, split_points
@@ -172,16 +172,12 @@ def _notes(plan: Plan) -> list[str]:
         strays, roles = strays_of(plan, number), roles_of(plan, number)
         if strays.names:
             notes.append(f"stage {number}: {strays}; here they are gathered and every rank computes its rows")
-        if _only_states(roles):
+        if roles.shard and not roles.reshard:
             notes.append(
                 f"stage {number}: states are split but parameters whole in the plan (ZeRO-1, 2); fully_shard "
                 "stores both split, and gathers parameters once a step"
             )
     return notes
-
-
-def _only_states(roles: Roles) -> bool:
-    return bool(roles.shard) and not roles.reshard
 
 
 def check_parameters(plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -107,10 +107,7 @@ def ranks_by_role(mesh: ProcessMesh, roles: Roles) -> np.ndarray:
 def mostly_split(plan: Plan, number: int, kind: str, apart: Collection[str] = ()) -> tuple[str, ...]:
     """Data axes of a stage over which most of its parameters, or states, are stored split (ZeRO).
 
-    Args:
-        plan, number: the stage.
-        kind: param or state.
-        apart: parameters that are left out, with their states.
+    Parameters that are kept `apart` are left out, with their states.
     """
     known, data = surface(plan).tensors, data_axes(plan, number)
     sizes: dict[str, int] = {}

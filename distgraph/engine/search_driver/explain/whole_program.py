@@ -78,13 +78,13 @@ def with_choice(
 def decision_with(name: str, chosen: Mapping[str, str], others: Iterable[Evaluation]) -> Decision:
     """A decision with the best other choice of it."""
     best = min(others, key=lambda other: (not other.fits, other.seconds))
-    unfit = "" if best.fits else "; the runner-up does not fit memory"
-    return Decision(
-        chosen=chosen[name],
-        runner_up=best.choices[name],
-        runner_up_seconds=best.seconds,
-        note=f"the runner-up differs in this alone{unfit}",
-    )
+    return _decision(chosen[name], best.choices[name], best)
+
+
+def _decision(chosen: str, text: str, runner_up: Evaluation | RunnerUp, given: str = "") -> Decision:
+    unfit = "" if runner_up.fits else "; the runner-up does not fit memory"
+    note = f"{given}the runner-up differs in this alone{unfit}"
+    return Decision(chosen=chosen, runner_up=text, runner_up_seconds=runner_up.seconds, note=note)
 
 
 def border_decision(
@@ -102,12 +102,5 @@ def border_decision(
     if not moved:
         return {}
     candidate, other = min(moved, key=lambda pair: (not pair[1].fits, pair[1].seconds))
-    unfit = "" if other.fits else "; the runner-up does not fit memory"
-    return {
-        "stages": Decision(
-            chosen="; ".join(map(str, stages)),
-            runner_up="; ".join(map(str, candidate.stages)),
-            runner_up_seconds=other.seconds,
-            note=f"{given}the runner-up differs in this alone{unfit}",
-        )
-    }
+    chosen, text = ("; ".join(map(str, each)) for each in (stages, candidate.stages))
+    return {"stages": _decision(chosen, text, other, given)}
