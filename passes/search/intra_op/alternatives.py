@@ -21,24 +21,20 @@ class Decision:
     """One node under a choice; seconds of a step, bytes of a rank.
 
     Attributes:
-        label: of the node.
         chosen: number of its option.
         options: every option as text.
         compute: seconds of its ops.
         communication: seconds of the changes of layout to and from its neighbours, and of its own copies.
-        neighbours: label -> seconds of the changes of layout between the two, where there are any.
         nbytes: bytes that it occupies for the whole step.
         fixed: for every option, the increase of the objective if no other node changes.
         followed: for every option, the increase of the objective if the neighbours then take their best
             options, one after the other.
     """
 
-    label: str
     chosen: int
     options: tuple[str, ...]
     compute: float
     communication: float
-    neighbours: dict[str, float]
     nbytes: float
     fixed: Floats
     followed: Floats

@@ -110,19 +110,13 @@ class Formulation:
         """The costs of one node under a choice, and the costs of its other options."""
         neighbourhoods, decided, terms = Neighbourhoods(self.problem), self.nodes.all[node], self.cost_terms
         option = choice[node]
-        seconds: dict[str, float] = {}
-        for other, costs in neighbourhoods.edges[node]:
-            label, cost = self.problem.label(other), float(costs[option, choice[other]])
-            if cost:
-                seconds[label] = seconds.get(label, 0.0) + cost
+        moving = sum(float(costs[option, choice[other]]) for other, costs in neighbourhoods.edges[node])
         nbytes = terms.fixed[node] + terms.activations[node]
         return Decision(
-            self.problem.label(node),
             option,
             decided.texts(self.mesh) if isinstance(decided, OpNode) else decided.texts(),
             float(terms.compute[node][option]),
-            float(terms.copying[node][option]) + sum(seconds.values()),
-            seconds,
+            float(terms.copying[node][option]) + moving,
             float(nbytes[option]),
             neighbourhoods.fixed(choice, node),
             neighbourhoods.followed(choice, node),

@@ -36,14 +36,15 @@ class _StepTable:
     """All layouts with a number of dims on given axes, and all steps but permutes for even blocks.
 
     Attributes:
-        states: every layout, those with partial sums included. orders: every order of some of the axes, the
-        empty order first. bits: [orders] the axes of each order. begins: [orders, orders] whether the second
-        order begins with the first. common: [orders, orders] index of the longest order with which both
-        begin. permutes: [orders, orders, orders] whether a permute may take a dim that is split by the first
-        order to
-            the second, if the goal splits it by the third. The second is the third, or the third followed by
-            axes that a later all_gather removes: in their present order if the first has the same axes, else
-            in the order of the mesh.
+        states: every layout, those with partial sums included.
+        orders: every order of some of the axes, the empty order first.
+        bits: [orders] the axes of each order.
+        begins: [orders, orders] whether the second order begins with the first.
+        common: [orders, orders] index of the longest order with which both begin.
+        permutes: [orders, orders, orders] whether a permute may take a dim that is split by the first order
+            to the second, if the goal splits it by the third. The second is the third, or the third followed
+            by axes that a later all_gather removes: in their present order if the first has the same axes,
+            else in the order of the mesh.
         dims: [states, dims] index of the order that splits a dim.
         partial: [states] axes over which a layout is partial.
         kinds: (kind, axes) of steps; no axes where nothing is sent.
