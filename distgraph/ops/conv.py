@@ -85,20 +85,12 @@ def _local_padding(
     return {"padding": tuple(padding)}
 
 
-def _terms(shapes: tuple[Shape, Shape], groups: int) -> tuple[str, str, str, tuple[tuple[str, int], ...]]:
-    """Terms of x, w and y, and the sizes of the indices inside composite dims."""
-    x, w = shapes
-    count = len(x) - 2
-    spatial, kernel = " ".join(_SLIDING[:count]), " ".join(_KERNEL[:count])
-    sizes = (("g", groups), ("c", w[1]), ("o", w[0] // max(1, groups)))
-    return f"b (g c) {spatial}", f"(g o) c {kernel}", f"b (g o) {spatial}", sizes
-
-
 def _bind(template: str, x: Shape, w: Shape, given: Shapes, results: Shapes, groups: int) -> Rule:
     """A rule from a template with {x} {w} {y}; a term of one group needs no composite dim."""
-    first, second, third, sizes = _terms((x, w), groups)
-    text = template.format(x=first, w=second, y=third)
-    return bind(text, given, results, sizes)
+    count = len(x) - 2
+    spatial, kernel = " ".join(_SLIDING[:count]), " ".join(_KERNEL[:count])
+    text = template.format(x=f"b (g c) {spatial}", w=f"(g o) c {kernel}", y=f"b (g o) {spatial}")
+    return bind(text, given, results, (("g", groups), ("c", w[1]), ("o", w[0] // max(1, groups))))
 
 
 def _options(attrs: Attrs) -> dict[str, Any]:
@@ -148,9 +140,15 @@ def _split(local: Local, tensor: int, *, result: bool) -> tuple[bool, ...]:
     return tuple(local.slides(tensor, dim, result=result) for dim in range(2, rank))
 
 
-def _reads_conv(op: Op, operand: int, dim: int, start: int, stop: int) -> tuple[int, int]:
-    kernel = op.operands[1].shape[dim]
-    return _clipped(*_covered(op.attrs, dim - 2, kernel, start, stop), op.operands[0].shape[dim])
+def _window(op: Op) -> Shape:
+    """Lengths of the windows on the input, by spatial dim."""
+    pooled: Shape | None = op.attrs.get("window")
+    return op.operands[1].shape[2:] if pooled is None else pooled
+
+
+def _reads_input(op: Op, operand: int, dim: int, start: int, stop: int) -> tuple[int, int]:
+    window = _window(op)[dim - 2]
+    return _clipped(*_covered(op.attrs, dim - 2, window, start, stop), op.operands[0].shape[dim])
 
 
 def _reads_grad_input(op: Op, operand: int, dim: int, start: int, stop: int) -> tuple[int, int]:
@@ -167,21 +165,21 @@ def _reads_grad_weight(op: Op, operand: int, dim: int, start: int, stop: int) ->
 
 
 def _local_groups(attrs: Attrs, local: Local) -> Attrs:
+    if "groups" not in attrs:
+        return attrs
     start, stop = local.bounds("g")
     return {**attrs, "groups": stop - start}
 
 
-def _local_conv(attrs: Attrs, local: Local) -> Attrs:
+def _local_output(attrs: Attrs, local: Local) -> Attrs:
     outputs, split = local.block(0, result=True)[2:], _split(local, 0, result=True)
-    kernel = local.op.operands[1].shape[2:]
-    padding = _local_padding(attrs, kernel, split, local.window(0)[2:], outputs)
+    padding = _local_padding(attrs, _window(local.op), split, local.window(0)[2:], outputs)
     return {**_local_groups(attrs, local), **padding}
 
 
 def _local_input(attrs: Attrs, local: Local) -> Attrs:
     inputs, split = local.block(0, result=True)[2:], _split(local, 0, result=True)
-    kernel = local.op.operands[1].shape[2:]
-    padding = _not_cut(_local_padding(attrs, kernel, split, inputs, local.window(0)[2:]))
+    padding = _not_cut(_local_padding(attrs, _window(local.op), split, inputs, local.window(0)[2:]))
     return {**_local_groups(attrs, local), **padding, "input_shape": local.result_shapes[0]}
 
 
@@ -256,8 +254,8 @@ define(
     gradient=_conv_gradient,
     flops=lambda op, rule: _flops(op.result.shape, op.operands[1].shape),
     linear=((0,), (1,)),
-    reads=_reads_conv,
-    localize=_local_conv,
+    reads=_reads_input,
+    localize=_local_output,
     cost="matmul",
     matmul_dims=_matmul_dims(itemgetter(1)),
     patches=lambda op: _patches(op, op.operands[0], op.operands[1], op.result),
@@ -321,11 +319,6 @@ def _pool_rule(operands: int, *, grows: bool) -> Any:
     return rule
 
 
-def _reads_pool(op: Op, operand: int, dim: int, start: int, stop: int) -> tuple[int, int]:
-    window = op.attrs["window"][dim - 2]
-    return _clipped(*_covered(op.attrs, dim - 2, window, start, stop), op.operands[0].shape[dim])
-
-
 def _reads_pool_grad(op: Op, operand: int, dim: int, start: int, stop: int) -> tuple[int, int]:
     """Range of an operand for a block of the input: outputs with windows on it, or the input below them."""
     window, outputs = op.attrs["window"][dim - 2], op.operands[-1].shape[dim]
@@ -336,17 +329,6 @@ def _reads_pool_grad(op: Op, operand: int, dim: int, start: int, stop: int) -> t
         return start, stop
     low, high = _covered(op.attrs, dim - 2, window, first, last)
     return _clipped(min(start, low), max(stop, high), op.operands[0].shape[dim])
-
-
-def _local_pool(attrs: Attrs, local: Local) -> Attrs:
-    outputs, split = local.block(0, result=True)[2:], _split(local, 0, result=True)
-    return {**attrs, **_local_padding(attrs, attrs["window"], split, local.window(0)[2:], outputs)}
-
-
-def _local_avg_grad(attrs: Attrs, local: Local) -> Attrs:
-    inputs, split = local.block(0, result=True)[2:], _split(local, 0, result=True)
-    padding = _local_padding(attrs, attrs["window"], split, inputs, local.window(0)[2:])
-    return {**attrs, **_not_cut(padding), "input_shape": local.result_shapes[0]}
 
 
 def _local_max_grad(attrs: Attrs, local: Local) -> Attrs:
@@ -389,8 +371,8 @@ define(
     infer=_infer_pool("max_pool"),
     gradient=lambda c: [emit_one("max_pool_grad", c.operands[0], c.results[0], c.grad, **c.attrs)],
     flops=_window_flops,
-    reads=_reads_pool,
-    localize=_local_pool,
+    reads=_reads_input,
+    localize=_local_output,
     workspace=workspace.padding,
 )
 define(
@@ -412,8 +394,8 @@ define(
     gradient=lambda c: [emit_one("avg_pool_grad", c.grad, input_shape=c.operands[0].shape, **c.attrs)],
     flops=_window_flops,
     linear=((0,),),
-    reads=_reads_pool,
-    localize=_local_pool,
+    reads=_reads_input,
+    localize=_local_output,
     workspace=workspace.padding,
 )
 define(
@@ -424,7 +406,7 @@ define(
     flops=_window_flops,
     linear=((0,),),
     reads=_reads_pool_grad,
-    localize=_local_avg_grad,
+    localize=_local_input,
     workspace=workspace.avg_pool_grad,
 )
 
