@@ -22,11 +22,7 @@ from distgraph.ir.op_registry import lookup
 
 
 def place(graph: Graph, default: ProcessMesh | None = None) -> tuple[Graph, dict[str, ProcessMesh]]:
-    """Assign a mesh to every op.
-
-    Args:
-        graph: annotated graph.
-        default: mesh of a graph without annotations.
+    """Assign a mesh to every op; `default` is the mesh of a graph without annotations.
 
     Returns:
         The graph, with cloned sources, and op name -> mesh.
@@ -55,10 +51,6 @@ def on_meshes(graph: Graph, default: ProcessMesh | None = None) -> Graph:
 
     Annotations of the same tensor that name a mesh stay: they may split it further, as ZeRO does.
 
-    Args:
-        graph: annotated graph.
-        default: mesh of a graph without annotations that name one.
-
     Raises:
         ShardingError: no annotation names a mesh and there is no default, or a mesh lacks an axis.
     """
@@ -81,12 +73,7 @@ def on_meshes(graph: Graph, default: ProcessMesh | None = None) -> Graph:
 
 
 def on_other_meshes(graph: Graph, other: Mapping[ProcessMesh, ProcessMesh]) -> Graph:
-    """The graph with its annotations and placements on other meshes, which have the axes of the former.
-
-    Args:
-        graph: annotated graph.
-        other: for every mesh that annotations name the one in its place.
-    """
+    """The graph with its annotations and placements on `other` meshes, which have the axes of the former."""
     if all(mesh == each for mesh, each in other.items()):
         return graph
     attrs = {name: replace(attr, mesh=other[attr.mesh]) for name, attr in graph.attrs.items()}
@@ -173,9 +160,7 @@ def _latest(
 def clone_sources(graph: Graph, meshes: dict[str, ProcessMesh]) -> tuple[Graph, dict[str, ProcessMesh]]:
     """Clone sources that any mesh can produce, so that every mesh that reads one has its own copy.
 
-    Args:
-        graph: a serial graph.
-        meshes: op name -> mesh; extended by the copies, which have the name of the source with a suffix.
+    `meshes` (op name -> mesh) is extended by the copies, which are named after their source.
     """
     ops: list[Op] = []
     clones: dict[tuple[str, ProcessMesh], Value] = {}

@@ -67,15 +67,7 @@ def choose_completion(
 def _measured(
     completed: Graph, price: Price, search: bool, budget: float, count: int
 ) -> tuple[float, Graph, float]:
-    """Cost of a completion, its graph (refined if `search`), and the remaining budget.
-
-    Args:
-        completed: the graph.
-        price: cost of one collective.
-        search: whether to refine it.
-        budget: work left for this completion and those that follow.
-        count: the number of these completions.
-    """
+    """Cost of the next of `count` completions, its graph (refined if `search`), and the remaining budget."""
     if not search:
         return sent(completed), completed, budget
     result = refined(completed, price, budget / count)

@@ -23,12 +23,7 @@ from distgraph.tracing.tracer import Trace
 
 
 def decompose(graph: Graph, names: Iterable[str], meshes: Mapping[str, ProcessMesh] | None = None) -> Graph:
-    """Expand the named ops.
-
-    Args:
-        graph: it.
-        names: of ops.
-        meshes: op name -> mesh that computes it; of others the placements of the graph count.
+    """Expand the named ops, on `meshes`; for ops without an entry the placements of the graph count.
 
     Raises:
         GraphError: an op has no decomposition.

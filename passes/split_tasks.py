@@ -302,8 +302,7 @@ def _arrange(graph: Graph, keys: Iterable[Key], bodies: Mapping[Key, list[Op]]) 
     * A communication op or an `accumulate` directly follows its operands, so that messages leave early. One
       that sends on what comes from a neighbour does not, because the rank would wait for that message first.
     * The optimize part follows the order in which gradients become complete, so that the first wait is for
-        the
-      oldest message.
+      the oldest message.
 
     The sort key is (index of the last op that delays this op, index of the op), so that an op follows all of
     its operands.

@@ -218,11 +218,7 @@ class AxisAttr:
         return f"{self.spec} on any mesh"
 
     def on(self, mesh: ProcessMesh, value: str) -> DistAttr:
-        """The layout on a mesh; a mesh of one rank splits nothing, whatever its axes are.
-
-        Args:
-            mesh: that stores the value.
-            value: its name, for messages.
+        """The layout of a value on a mesh; a mesh of one rank splits nothing, whatever its axes are.
 
         Raises:
             ShardingError: the mesh lacks an axis.

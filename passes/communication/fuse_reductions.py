@@ -82,9 +82,7 @@ def groups_by_level(graph: Graph, key: Callable[[Op], Hashable | None]) -> list[
 def fuse(graph: Graph, groups: list[list[Op]]) -> Graph:
     """The graph with one op in the place of each group; ops that read a result early follow the fused op.
 
-    Args:
-        graph: a lowered graph.
-        groups: collectives with one operand each. No path leads from one group to itself.
+    The members of a group have one operand each, and no path leads from one of them to another.
     """
     fused: dict[str, Op] = {}  # name of a member -> the op that takes its place
     waiting: dict[str, int] = {}  # name of that op -> its members that are still to come

@@ -68,13 +68,7 @@ class LayerTuning:
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """What the tuner chose; prints as a table.
-
-    Attributes:
-        algorithm: that computes all products.
-        mesh: rows and columns of chips.
-        layers: in order.
-    """
+    """What the tuner chose; prints as a table."""
 
     algorithm: str
     mesh: Mesh

@@ -25,11 +25,6 @@ _NAMINGS = 24  # most ways to name the axes that are compared; beyond, a change 
 def representative(shape: tuple[int, ...], mesh: ProcessMesh, source: ShardSpec, target: ShardSpec) -> Change:
     """The change of layout that stands for all of the same class.
 
-    Args:
-        shape: global shape.
-        mesh: mesh of both layouts.
-        source, target: layouts that fit shape and mesh.
-
     Example:
         >>> mesh, spec = ProcessMesh.grid(2, x=2, y=2, z=3), ShardSpec.parse
         >>> representative((4, 8), mesh, spec("[y, z]"), spec("[_, z]"))

@@ -354,18 +354,12 @@ class NcclTransport:
 
     def stop(self) -> None:
         """Abort the collectives on the device; no operation may follow."""
-        for communicator in self._all_communicators():
+        for communicator in self._take_communicators():
             communicator.abort()
-        self._communicators.clear()
-        self._sending.clear()
-        self._receiving.clear()
 
     def close(self) -> None:
-        for communicator in self._all_communicators():
+        for communicator in self._take_communicators():
             communicator.destroy()
-        self._communicators.clear()
-        self._sending.clear()
-        self._receiving.clear()
 
     # -- implementation ----------------------------------------------------------------------------
 
@@ -477,9 +471,13 @@ class NcclTransport:
             )
         return _TYPES[name]
 
-    def _all_communicators(self) -> list[Any]:
+    def _take_communicators(self) -> list[Any]:
+        """All communicators, which the transport does not have from now on."""
         channels = [*self._sending.values(), *self._receiving.values()]
-        return [*self._communicators.values(), *(channel.communicator for channel in channels)]
+        taken = [*self._communicators.values(), *(channel.communicator for channel in channels)]
+        for owned in (self._communicators, self._sending, self._receiving):
+            owned.clear()
+        return taken
 
 
 def _load_cupy() -> tuple[Any, Any]:

@@ -91,11 +91,7 @@ def _with_ranks_from_zero(axes: tuple[str, ...], shape: tuple[int, ...]) -> Proc
 
 
 class CostModel:
-    """Seconds of ops and of changes of layout on a cluster.
-
-    Args:
-        cluster: the cluster, with the figures of its links and devices.
-        devices: device of every rank; by default rank i is on device i.
+    """Seconds of ops and of changes of layout on a cluster; by default rank i is on device i.
 
     Example:
         >>> from distgraph.resources import load_cluster

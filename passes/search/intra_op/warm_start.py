@@ -68,11 +68,7 @@ def transfer_choice(
 ) -> tuple[int, ...] | None:
     """The choice for a target formulation with the layouts of a choice for the source formulation.
 
-    Args:
-        source: the formulation that the choice is for.
-        choice: [nodes of the source].
-        target: a formulation of the same program on the same mesh.
-        corresponding: `corresponding_ops` of the target's fold and the source's.
+    Both are of one program on one mesh; for `corresponding` see `corresponding_ops` of their folds.
 
     Returns:
         The choice; None if an op has other options in the target.

@@ -75,13 +75,7 @@ def dive(
 def dive_into_neighbourhoods(
     dual: Dual, best: Callable[[], Ints], see: Callable[[Ints], float], left: Callable[[], float]
 ) -> None:
-    """Improve a choice until many neighbourhoods of it give nothing better.
-
-    Args:
-        dual: its messages and prices are where every dive starts from.
-        best: the best choice [nodes] so far, which is improved.
-        see, left: as in `dive`.
-    """
+    """Improve the `best` choice until many neighbourhoods of it give nothing better; see `dive`."""
     flat, generator, idle = dual.flat, np.random.default_rng(0), 0
     near: list[list[int]] = [[] for _ in range(flat.nodes)]
     for u, v in flat.ends.tolist():
