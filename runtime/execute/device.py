@@ -249,12 +249,7 @@ _DEVICE_TYPES: dict[str, DeviceType] = {}
 def register_device(
     name: str, take: Callable[[Transport | None], Device], namespace: Callable[[], Any]
 ) -> None:
-    """Declare a type of device, for `Strategy(device=name)` and for devices of resource files.
-
-    Args:
-        name: its name.
-        take: see `DeviceType`.
-        namespace: see `DeviceType`.
+    """Declare a type of device (`DeviceType`), for `Strategy(device=name)` and for devices of resource files.
 
     Raises:
         ResourceError: the name is taken.

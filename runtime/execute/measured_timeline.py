@@ -36,12 +36,7 @@ def _rank(key: object) -> int:
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """One task instance on one rank.
-
-    Attributes:
-        task, micro: name of the task, number of the micro-batch.
-        start, end: seconds since the step began.
-    """
+    """One task instance on one rank; times in seconds since the step began."""
 
     __pydantic_config__ = _CONFIG
 
@@ -92,12 +87,7 @@ class MeasuredRank:
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """One step on all ranks.
-
-    Attributes:
-        number: number of the step, from 1.
-        ranks: rank -> its task instances and messages.
-    """
+    """One step, numbered from 1, on all ranks."""
 
     __pydantic_config__ = _CONFIG
 
@@ -114,13 +104,7 @@ class MeasuredStep:
 
 @dataclass(frozen=True)
 class MeasuredTimeline:
-    """Some steps of one program.
-
-    Attributes:
-        tasks: name -> kind of every task of the program.
-        micro_batches: number of micro-batches of a step.
-        steps: the recorded steps.
-    """
+    """Some steps of one program; `tasks` has the kind of every task by its name."""
 
     __pydantic_config__ = _CONFIG
 

@@ -245,13 +245,7 @@ def enter(call: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TransportKind:
-    """A kind of transport between ranks.
-
-    Attributes:
-        name: its name.
-        applies: whether this process is to use it.
-        make: (number of ranks that the program needs, the meshes in words) -> the world of this process.
-    """
+    """A kind of transport between ranks; see `register_transport`."""
 
     name: str
     applies: Callable[[], bool]
@@ -282,10 +276,6 @@ def register_transport(
 
 def make_world(ranks: int, meshes: str) -> World:
     """The world of this process: a registered one, MPI where a launcher started several, else threads.
-
-    Args:
-        ranks: number of ranks that the program needs.
-        meshes: text of its meshes, for the error.
 
     Raises:
         ResourceError: the job has fewer ranks.

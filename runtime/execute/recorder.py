@@ -105,10 +105,6 @@ def contents(
 
     Ranks of one machine read one clock. Time 0 of a machine is when the first of its ranks leaves the barrier
     of `Recorder.begin`.
-
-    Args:
-        recorders: rank -> recorder, for the ranks of this process.
-        gather: collects values by rank from all processes.
     """
     here = platform.node()
     zero: dict[str, float] = {}
@@ -156,13 +152,7 @@ class RecordingTransport:
 
 
 class Recording:
-    """The recorded steps of all ranks.
-
-    Attributes:
-        tasks: name -> kind of every task of the program; set with the first step.
-        micro_batches: number of micro-batches of a step.
-        steps: the steps so far.
-    """
+    """The recorded steps of all ranks so far; see `MeasuredTimeline`."""
 
     def __init__(self) -> None:
         self.tasks: dict[str, str] = {}

@@ -134,11 +134,7 @@ def shortages(
 ) -> tuple[Shortage, ...]:
     """The ranks that need more than their device has, the worst first.
 
-    Args:
-        memory: memory of the representative ranks.
-        cluster: its devices.
-        devices: device number of every rank.
-        rules: of the runtime, which may take a part of the memory for itself.
+    The `rules` of the runtime may take a part of the memory for itself.
     """
     short = []
     for rank, need in memory.items():

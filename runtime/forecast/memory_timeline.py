@@ -51,13 +51,7 @@ def occupancy(
     timeline: Timeline,
     workspaces: Mapping[str, int] | None = None,
 ) -> Occupancy:
-    """Bytes in use on one rank over a step.
-
-    Args:
-        program, storage: of the rank.
-        timeline: of the step.
-        workspaces: task -> bytes that its kernels allocate (`kernel_workspace.task_workspace`).
-    """
+    """Bytes in use on one rank over a step; `workspaces` has those that the kernels of a task allocate."""
     workspaces = workspaces or {}
     memory = rank_memory(program, storage, workspaces)
     lifetimes = _lifetimes(program, storage)

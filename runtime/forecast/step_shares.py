@@ -35,11 +35,9 @@ MEMORY: Final = {"buffers": 0.02, "liveness": 0.13}
 
 
 def step_shares(times: Iterable[tuple[TaskTime, int]], between: frozenset[str]) -> dict[str, float]:
-    """Kind -> share of the seconds of a rank.
+    """Kind -> share of the seconds of a rank, from its tasks with the number of runs of each.
 
-    Args:
-        times: of the tasks that the rank runs, with the number of runs.
-        between: kinds of links between machines (`Cluster.kinds_between`).
+    `between` are the kinds of links between machines (`Cluster.kinds_between`).
     """
     seconds = dict.fromkeys(KINDS, 0.0)
     exposed, linked = 0.0, {"inside": 0.0, "between": 0.0}
@@ -59,14 +57,7 @@ def step_shares(times: Iterable[tuple[TaskTime, int]], between: frozenset[str]) 
 def errors_of(
     cluster: Cluster, devices: Iterable[int], runtime: RuntimeModel, dtypes: Iterable[str] = ()
 ) -> ForecastErrors:
-    """The errors of forecasts on a cluster.
-
-    Args:
-        cluster: the cluster.
-        devices: on which the program runs.
-        runtime: what executes it.
-        dtypes: of its contractions; all that the devices have a rate for by default.
-    """
+    """The errors of forecasts on a cluster; of all dtypes that the devices have a rate for by default."""
     memory = cluster.errors.memory if cluster.errors is not None else 0.0
     memory = memory or MEMORY[runtime.memory.planner]
     if cluster.errors is not None and cluster.errors.runtime == runtime.name:

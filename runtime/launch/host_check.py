@@ -62,12 +62,6 @@ def check_hosts(
 ) -> None:
     """Compare what the hosts of a job have with what its ranks need.
 
-    Args:
-        assignment: ranks of each host.
-        placement: of the plan; empty without one.
-        script: of the job.
-        facts: about each host by its name in the list.
-
     Raises:
         RuntimeFault: a host does not have what its ranks need; names host and rank.
     """

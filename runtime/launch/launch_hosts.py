@@ -109,10 +109,7 @@ def srun_command(
 ) -> tuple[list[str], dict[str, str]]:
     """The srun command that starts the processes of an assignment, host by host, and its variables.
 
-    Args:
-        assignment: host of every rank.
-        ranks: command of each rank.
-        hostfile: file to write; Slurm reads the host of each process from it.
+    Writes the host of each process to `hostfile`, from which Slurm reads it.
     """
     names = [host.name for host in assignment.hosts for _ in range(host.slots)]
     hostfile.write_text("".join(f"{name}\n" for name in names))

@@ -31,12 +31,7 @@ PLACEMENT_VARIABLE: Final = "DISTGRAPH_PLACEMENT"
 
 
 def placement_text(assignment: HostAssignment, host_names: Mapping[str, str]) -> str:
-    """Value of DISTGRAPH_PLACEMENT.
-
-    Args:
-        assignment: host of every rank.
-        host_names: name in the list of hosts -> name that the host reports.
-    """
+    """Value of DISTGRAPH_PLACEMENT; `host_names` are those that hosts report, by their names in the list."""
     hosts = [
         [host_names[host.name], spans(ranks)]
         for host, ranks in zip(assignment.hosts, assignment.ranks, strict=True)
