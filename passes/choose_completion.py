@@ -17,7 +17,7 @@ from distgraph.ir.graph import Graph
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.op_registry import flops
 from distgraph.passes.complete import complete
-from distgraph.passes.layout_local_search import BUDGET, refined
+from distgraph.passes.layout_local_search import BUDGET, Refined, refined
 from distgraph.passes.partition import RankProgram
 from distgraph.passes.pass_pipeline import pipeline, run_passes
 from distgraph.passes.pass_registry import PassContext, register_pass
@@ -52,26 +52,22 @@ def choose_completion(
     policies = POLICIES[1:] if compete else ()
     if not (policies or search):
         return first
-    cost, best, left = _measured(first, price, search, budget, 1 + len(policies))
-    work = operations(first)
+    best = _measured(first, price, search, budget / (1 + len(policies)))
+    left, work = budget - best.work, operations(first)
     for number, policy in enumerate(policies, 1):
         completed = complete(graph, default, policy)
         if not search and operations(completed) > _SLACK * work:
             continue
-        other_cost, other, left = _measured(completed, price, search, left, 1 + len(policies) - number)
-        if other_cost < cost - _GAIN:
-            cost, best = other_cost, other
-    return best
+        other = _measured(completed, price, search, left / (1 + len(policies) - number))
+        left -= other.work
+        if other.cost < best.cost - _GAIN:
+            best = other
+    return best.graph
 
 
-def _measured(
-    completed: Graph, price: Price, search: bool, budget: float, count: int
-) -> tuple[float, Graph, float]:
-    """Cost of the next of `count` completions, its graph (refined if `search`), and the remaining budget."""
-    if not search:
-        return sent(completed), completed, budget
-    result = refined(completed, price, budget / count)
-    return result.cost, result.graph, budget - result.work
+def _measured(completed: Graph, price: Price, search: bool, budget: float) -> Refined:
+    """A completion with its cost: refined if `search`, else as it is."""
+    return refined(completed, price, budget) if search else Refined(sent(completed), completed, 0.0)
 
 
 def sent(completed: Graph) -> float:
