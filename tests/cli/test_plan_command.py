@@ -84,14 +84,16 @@ def test_plan_recomputes_what_memory_asks_for(files: dict[str, str]) -> None:
     given = ("--cluster", files["boxes"], "--mode", "semi", "--explain", "recompute")
     code, output = invoke("plan", *given, "--recompute", "auto", "-o", files["plan"], files["train"])
     assert code == 0, output
-    plan = Plan.load(files["plan"])
-    assert plan.forecast is not None
-    assert plan.recompute == ()
+    assert Plan.load(files["plan"]).recompute == ()
     assert "without recomputation" in output
-    limit = str(max(plan.forecast.memory) - 1)
-    strategy = ("--strategy", f"recompute=auto memory={limit}B")
+    strategy = ("--strategy", "recompute=auto memory=1MiB")
     code, output = invoke("plan", *given, *strategy, files["train"])
-    assert code != 0 or "computed again in the backward part" in output
+    assert code == 0, output
+    assert "of 1 MiB without recomputation" in output
+    code, output = invoke("plan", *given, "--recompute", "0-1", "-o", files["plan"], files["train"])
+    assert code == 0, output
+    assert Plan.load(files["plan"]).recompute == (0, 1)
+    assert "chosen: 2 of 2 layers\n  given: recompute=0-1; nothing else was tried" in output
     code, output = invoke("plan", *given, "--recompute", "auto", "--memory", "1KiB", files["train"])
     assert code != 0
     assert "smallest memory that recomputation reaches" in " ".join(output.split())

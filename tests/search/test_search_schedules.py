@@ -1,4 +1,4 @@
-"""Schedules that the search chooses: GPipe where messages are slow and activations fit."""
+"""Schedules that the search chooses, such as GPipe where messages are slow and activations fit."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from support.programs.searched import Program, slow
 from support.search.distant_machines import WIDE, Wide, far
 
 from distgraph.errors import GraphError
+from distgraph.models import GPT, GPTConfig
 from distgraph.plan.constraints import SearchConstraints
 from distgraph.plan.plan import Plan
 
@@ -70,6 +71,25 @@ def test_a_schedule_that_splits_the_backward_part_is_found_unasked() -> None:
     engine = WIDE.engine(plan=again, cluster=cluster_of(document))
     engine.prepare(WIDE.data(1))
     assert engine.forecast().step_seconds == in_seconds(plan)
+
+
+def long_sequences() -> GPT:
+    """Blocks in which attention, whose backward part cannot be put off, takes longer than the parameters."""
+    return GPT(GPTConfig(hidden=8, layers=12, heads=2, vocabulary=12, sequence=128, dtype="f64"))
+
+
+def test_interleaved_stages_are_found_unasked() -> None:
+    """Two machines get every other part of the blocks; uniform pipelines with one part each are slower."""
+    document = slow(1, 1)
+    for machine in document["machines"]:
+        machine["nics"]["latency"] = "10 us"
+    program = Program(long_sequences, (128,), (128,), tokens=True, batch=4)
+    given = SearchConstraints(micro_batches=4)
+    plan = program.search(cluster_of(document), constraints=given, processes=1)  # checked against one rank
+    assert plan.schedule == "interleaved-1f1b"
+    assert [stage.devices for stage in plan.stages] == [(0,), (1,), (0,), (1,)]
+    baselines = [seconds for seconds in plan.baselines.values() if not isinstance(seconds, str)]
+    assert in_seconds(plan) < min(baselines)
 
 
 def test_micro_batches_that_the_model_refuses_are_left_out() -> None:

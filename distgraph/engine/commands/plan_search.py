@@ -258,7 +258,9 @@ def _search_events(
         found = replace(estimate(plan, forecasted.forecast), beside=shares)
         status = "recomputation chosen" if decisions else "not searched"
         search = Found(mode=options.mode, status=status, settings=options.settings())
-        return replace(plan, forecast=found, baselines=baselines, search=search, decisions=decisions)
+        return replace(
+            plan, forecast=found, baselines=baselines, search=search, decisions=decisions or plan.decisions
+        )
 
     yield Step("forecast", forecasted.forecast.step_seconds, as_compiled)
 

@@ -24,7 +24,18 @@ from distgraph.passes.search.layering.layer_sequence import Layer as GraphLayer
 from distgraph.plan.components import KINDS
 from distgraph.plan.decisions import Decisions
 from distgraph.plan.export import surface_of
-from distgraph.plan.plan import Computed, Estimate, Layer, LayerOps, Plan, Program, Rest, Stage, Stored
+from distgraph.plan.plan import (
+    Computed,
+    Decision,
+    Estimate,
+    Layer,
+    LayerOps,
+    Plan,
+    Program,
+    Rest,
+    Stage,
+    Stored,
+)
 from distgraph.plan.plan_diff import layer_line, rest_line
 from distgraph.resources import Cluster, RankMapping
 from distgraph.runtime.forecast.forecast import Forecast
@@ -47,22 +58,28 @@ def extract_plan(
     if request.planned:
         assert request.plan is not None
         return request.plan
-    traced = recomputed_program(request)
-    return plan_of_graph(
+    traced, strategy = recomputed_program(request), request.training_spec.strategy
+    decisions = Decisions(
+        micro_batches=build.completed.micro_batches,
+        schedule=build.policy,
+        recompute=traced.recomputed,
+        zero=strategy.split,
+    )
+    plan = plan_of_graph(
         traced.graph,
         build.planned or build.completed,
         traced.layers or cluster_layers(traced.graph),
         program=program_of(request.training_spec.model, traced.unmarked),
         batch=request.size,
-        decisions=Decisions(
-            micro_batches=build.completed.micro_batches,
-            schedule=build.policy,
-            recompute=traced.recomputed,
-            zero=request.training_spec.strategy.split,
-        ),
+        decisions=decisions,
         cluster=cluster,
         devices=() if mapping is None else mapping.devices,
     )
+    if not traced.recomputed:
+        return plan
+    chosen = decisions.choices(len(plan.layers))["recompute"]
+    note = f"given: recompute={strategy.constraints.given()['recompute']}; nothing else was tried"
+    return replace(plan, decisions={"recompute": Decision(chosen=chosen, note=note)})
 
 
 def plan_of_graph(
