@@ -33,15 +33,13 @@ from dataclasses import replace
 from importlib import import_module
 
 import numpy as np
-from numpy.typing import NDArray
 
+from distgraph.ir.float_arrays import Floats
 from distgraph.ir.graph import Op
 from distgraph.ir.op_registry import lookup
 from distgraph.passes.analysis.op_work import Work, work_of
 from distgraph.passes.search.layering.layer_folding import Fold, FoldedOp
 from distgraph.resources import Cluster, ComputeCost
-
-Floats = NDArray[np.float64]
 
 
 def least_seconds(fold: Fold, cluster: Cluster) -> float:

@@ -13,27 +13,24 @@ from functools import partial
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from distgraph.engine.search_driver.candidate import Candidate, StageChoice
 from distgraph.engine.search_driver.layout_costs import LayoutCosts, Variant
 from distgraph.engine.search_driver.load_balancing import shared_shapes
 from distgraph.engine.search_driver.search_space import Shape
+from distgraph.ir.float_arrays import Floats
 from distgraph.passes.analysis.link_queue import link_totals
 from distgraph.passes.search.inter_op.schedule_costs import Border, simulated_makespan
 from distgraph.passes.search.inter_op.stage_costs import (
     Config,
+    IncreasedCosts,
     IntervalCosts,
     ProfileCosts,
-    RestrictedCosts,
 )
 from distgraph.passes.search.inter_op.stages import StageProblem, Stages, find_stages
 from distgraph.passes.search.inter_op.submesh_placement import Pool, SubMesh, place
 from distgraph.passes.search.intra_op.chosen_layouts import Profile
 from distgraph.plan.pipeline_schedules import schedule_policy
-
-Floats = NDArray[np.float64]
-Numbers = NDArray[np.int64]
 
 _SAME = 1e-9  # relative difference below which two costs are one
 
@@ -207,46 +204,6 @@ def may_fit(layout_costs: LayoutCosts, micro_batches: int, whole: SubMesh, large
     return False
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class CostsWithBorders:
-    """Costs of stages that include the transfer behind each stage, for a schedule that waits for it.
-
-    1F1B keeps p - i micro-batches in flight on stage i of p, so that (Little's law) every stage behind i
-    takes at least (sum of t_k + x_k over k >= i) / (p - i): with equal stages, t + x. The transfer is part of
-    the period of a stage, however well it overlaps with other micro-batches.
-
-    Attributes:
-        costs: of stages without transfers.
-        behind: seconds of the transfer [last layer, sub-mesh] to a stage of the same size.
-    """
-
-    costs: IntervalCosts
-    behind: Floats
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """Layers, sub-meshes, configs."""
-        return self.costs.shape
-
-    def seconds_of(self, stages: Numbers, in_flight: int) -> Floats:
-        """Seconds of one micro-batch, by numbers of stages, inf where one does not fit."""
-        layers, submeshes, configs = self.shape
-        last, submesh = np.divmod(stages // configs % (layers * submeshes), submeshes)
-        return self.costs.seconds_of(stages, in_flight) + self.behind[last, submesh]
-
-    def step_of(self, stages: Numbers) -> Floats:
-        """Seconds once a step, by numbers of stages."""
-        return self.costs.step_of(stages)
-
-    def recomputed(self, first: int, last: int, submesh: int, config: int, in_flight: int) -> tuple[int, ...]:
-        """Layers of a run that are recomputed in the backward part."""
-        return self.costs.recomputed(first, last, submesh, config, in_flight)
-
-    def missing(self, in_flight: int) -> Floats:
-        """Bytes above the memory of a device."""
-        return self.costs.missing(in_flight)
-
-
 def transfer_seconds(
     layout_costs: LayoutCosts, micro_batches: int, submeshes: Sequence[SubMesh], apart: bool = False
 ) -> tuple[Floats, Floats]:
@@ -367,6 +324,11 @@ def best_pipeline(
 ) -> tuple[Candidate, Stages]:
     """The best stages by dynamic programming.
 
+    Where a schedule waits for transfers, the one behind a stage is part of its period, however well it
+    overlaps with other micro-batches: 1F1B keeps p - i micro-batches in flight on stage i of p, so that
+    (Little's law) every stage behind i takes at least (sum of t_k + x_k over k >= i) / (p - i): with equal
+    stages, t + x.
+
     Args:
         layout_costs: of the program.
         table: the variants to choose from.
@@ -389,7 +351,7 @@ def best_pipeline(
     policy = schedule_policy(schedule)
     count, waits = len(table.submeshes), policy.waits_for_transfers and not hidden
     problem = StageProblem(
-        CostsWithBorders(costs, behind) if waits else costs,
+        IncreasedCosts(costs, behind) if waits else costs,
         layout_costs.pools,
         table.submeshes,
         table.micro_batches,
@@ -423,7 +385,7 @@ def _interval_costs(layout_costs: LayoutCosts, table: VariantTable, slack: float
         return costs
     stages = set(pairwise((0, *constraints.borders, layers)))
     forbidden = [[(first, last + 1) not in stages for last in range(layers)] for first in range(layers)]
-    return RestrictedCosts(costs, np.array(forbidden)[:, :, None])
+    return IncreasedCosts(costs, np.where(forbidden, np.inf, 0.0)[:, :, None])
 
 
 def _config(variant: Variant, recomputed: tuple[int, ...] | None) -> Config:

@@ -11,17 +11,15 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from distgraph.engine.search_driver.candidate import Candidate, StageChoice
 from distgraph.engine.search_driver.layout_costs import LayoutCosts
 from distgraph.engine.search_driver.restrictions import RESTRICTION_NAMES, Restriction
 from distgraph.engine.search_driver.search_space import Shape
 from distgraph.engine.search_driver.stage_search import ExcludedShapes, pipeline_estimate
+from distgraph.ir.float_arrays import Floats
 from distgraph.passes.search.inter_op.submesh_placement import SubMesh, place
 from distgraph.passes.search.intra_op.formulate import Profile
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)

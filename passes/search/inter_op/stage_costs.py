@@ -26,7 +26,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from distgraph.errors import GraphError
 from distgraph.ir.float_arrays import Floats
@@ -70,11 +69,11 @@ def stage_indices(shape: tuple[int, int, int]) -> Numbers:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RestrictedCosts:
-    """Costs in which some stages are forbidden; `forbidden` broadcasts to [first, last, sub-mesh]."""
+class IncreasedCosts:
+    """Costs with more seconds of a micro-batch; `more` broadcasts to [first, last, sub-mesh], inf forbids."""
 
     costs: IntervalCosts
-    forbidden: NDArray[np.bool_]
+    more: Floats
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -84,9 +83,9 @@ class RestrictedCosts:
     def seconds_of(self, stages: Numbers, in_flight: int) -> Floats:
         """Seconds of one micro-batch; inf if a stage does not fit or is forbidden."""
         layers, submeshes, configs = self.shape
-        forbidden = np.broadcast_to(self.forbidden, (layers, layers, submeshes))
-        index = np.unravel_index(stages // configs, forbidden.shape)
-        return np.where(forbidden[index], np.inf, self.costs.seconds_of(stages, in_flight))
+        more = np.broadcast_to(self.more, (layers, layers, submeshes))
+        index = np.unravel_index(stages // configs, more.shape)
+        return self.costs.seconds_of(stages, in_flight) + more[index]
 
     def step_of(self, stages: Numbers) -> Floats:
         """Seconds once a step."""

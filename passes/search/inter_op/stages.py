@@ -39,7 +39,7 @@ from distgraph.errors import InfeasibleError
 from distgraph.ir.float_arrays import Floats
 from distgraph.passes.search.inter_op.schedule_costs import makespan
 from distgraph.passes.search.inter_op.stage_candidates import ConfigCosts, StageCandidates
-from distgraph.passes.search.inter_op.stage_costs import IntervalCosts, RestrictedCosts
+from distgraph.passes.search.inter_op.stage_costs import IncreasedCosts, IntervalCosts
 from distgraph.passes.search.inter_op.stage_dp import Devices, StageAssignment, StageTable
 from distgraph.passes.search.inter_op.submesh_placement import Pool, SubMesh, chains, place
 from distgraph.plan.pipeline_schedules import SchedulePolicy
@@ -169,7 +169,8 @@ def _best_placed(problem: StageProblem, below: float = np.inf) -> Stages | None:
     _, bound = best
     pipelines = []
     for allowed in _dividing_sizes(problem):
-        pipeline = _Search(replace(problem, costs=RestrictedCosts(problem.costs, ~allowed)), below).run()
+        costs = IncreasedCosts(problem.costs, np.where(allowed, 0.0, np.inf))
+        pipeline = _Search(replace(problem, costs=costs), below).run()
         if pipeline is not None and pipeline[0] is not None:
             pipelines.append(pipeline[0])
     if not pipelines:

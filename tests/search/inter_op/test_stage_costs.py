@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 from support.search.stage_problems import brute_force, check, every_stage, sizes
 
-from distgraph.engine.search_driver.stage_search import CostsWithBorders
 from distgraph.errors import InfeasibleError
 from distgraph.passes.search.inter_op.stage_candidates import StageCandidates
 from distgraph.passes.search.inter_op.stage_costs import (
     Config,
+    IncreasedCosts,
     IntervalCosts,
     ProfileCosts,
-    RestrictedCosts,
     stage_indices,
 )
 from distgraph.passes.search.inter_op.stages import StageProblem, find_stages
@@ -103,7 +102,8 @@ def test_a_border_or_a_ban_changes_the_stages_it_is_for(seed: int) -> None:
     _, costs = some_costs(seed)
     behind = np.random.default_rng(seed).random((5, 3))
     forbidden = np.random.default_rng(seed).random((5, 5, 3)) < 0.3
-    bordered, restricted = CostsWithBorders(costs, behind), RestrictedCosts(costs, forbidden)
+    bordered = IncreasedCosts(costs, behind)
+    restricted = IncreasedCosts(costs, np.where(forbidden, np.inf, 0.0))
     for live in (1, 4):
         plain, longer, fewer = (
             every_stage(costs, live),
