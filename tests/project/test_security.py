@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from support.paths import ROOT
 
 import distgraph
 from distgraph.errors import DistGraphError
+from distgraph.ir.gc_pause import collector_paused
 from distgraph.ir.parser import parse_graph
 from distgraph.plan.plan import Plan
 from distgraph.serialization.yaml_reader import parse_yaml
@@ -54,11 +56,13 @@ def texts() -> dict[str, str]:
 
 
 @cache
+@collector_paused()
 def sources() -> tuple[tuple[str, ast.Module], ...]:
     return tuple((name, ast.parse(text)) for name, text in texts().items())
 
 
 @cache
+@collector_paused()
 def calls() -> tuple[tuple[str, str, ast.Call], ...]:
     """(path in the package, dotted name that is called, the call); "" where something else is called."""
     return tuple(
@@ -67,6 +71,15 @@ def calls() -> tuple[tuple[str, str, ast.Call], ...]:
         for node in ast.walk(tree)
         if isinstance(node, ast.Call)
     )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def syntax_trees() -> Iterator[None]:
+    """They are freed with the last test that reads them: as long as they are there, every search for cycles
+    in the tests that follow visits all their nodes."""
+    yield
+    calls.cache_clear()
+    sources.cache_clear()
 
 
 def dotted(function: ast.expr) -> str:

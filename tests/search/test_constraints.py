@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from support.files.clusters import cluster_of
-from support.programs.searched import CHAIN, PROGRAMS, SECONDS, Net, slow, two_by_two
+from support.programs.searched import CHAIN, PROGRAMS, SECONDS, Net, finished_search, slow, two_by_two
 from support.search.plan_training import trains_as_one_rank
 
 import distgraph as dg
@@ -323,8 +323,7 @@ def test_a_plan_with_weights_or_of_another_program_as_a_start() -> None:
 
 def test_the_front_of_what_was_forecast() -> None:
     """No plan of it beats another; nothing that was forecast beats one of it."""
-    state = SearchState(PROGRAMS["gpt"].compile_request(), two_by_two(), "auto", SECONDS)
-    list(run_search(state))
+    state = finished_search("gpt")
     plan = plan_of_search(state, {})
     front = plan.search.front
     assert plan.forecast is not None

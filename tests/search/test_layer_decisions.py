@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support.files.clusters import cluster_of
-from support.programs.searched import PROGRAMS, Net, Program, slow, two_by_two
+from support.programs.searched import PROGRAMS, Net, Program, finished_search, slow, two_by_two
 from support.search.distant_machines import WIDE, far
 
 import distgraph as dg
@@ -87,9 +87,12 @@ def state_of(name: str) -> SearchState:
 @cache
 def searched(name: str) -> tuple[SearchState, Plan]:
     """A search with its plan, as it comes back from its text."""
-    state = state_of(name)
-    for _ in run_search(state):
-        pass
+    if name == "one mesh":
+        state = finished_search("mlp")
+    else:
+        state = state_of(name)
+        for _ in run_search(state):
+            pass
     return state, Plan.parse(plan_of_search(state, {}).text())
 
 

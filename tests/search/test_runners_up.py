@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from support.programs.searched import PROGRAMS, Net, Program, two_by_two
+from support.programs.searched import PROGRAMS, Net, Program, finished_search, two_by_two
 
 import distgraph as dg
 from distgraph.engine.search_driver.candidate import plan_of
@@ -36,10 +36,13 @@ def program_of(name: str) -> tuple[Program, Any]:
 @cache
 def searched(name: str) -> tuple[SearchState, Plan]:
     """A search with its plan, as it comes back from its text."""
-    program, make = program_of(name)
-    state = SearchState(program.compile_request(make()), two_by_two(), SEARCHES[name][1], 3600.0)
-    for _ in run_search(state):
-        pass
+    if name in PROGRAMS:
+        state = finished_search(name)
+    else:
+        program, make = program_of(name)
+        state = SearchState(program.compile_request(make()), two_by_two(), SEARCHES[name][1], 3600.0)
+        for _ in run_search(state):
+            pass
     return state, Plan.parse(plan_of_search(state, {}).text())
 
 

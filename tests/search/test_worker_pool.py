@@ -10,9 +10,10 @@ from dataclasses import replace
 from multiprocessing import active_children, get_context
 
 import pytest
-from support.programs.searched import PROGRAMS, two_by_two
+from support.programs.searched import PROGRAMS, SECONDS, finished_search, two_by_two
 
 from distgraph.engine.commands.plan_search import SearchOptions, search
+from distgraph.engine.search_driver.run_search import plan_of_search
 from distgraph.engine.search_driver.worker_pool import available_processes, parallel_map
 from distgraph.errors import GraphError, InfeasibleError
 
@@ -127,12 +128,10 @@ def test_a_daemonic_process_searches_alone() -> None:
 
 @pytest.mark.parametrize("name", ["mlp", "gpt"])
 def test_more_processes_find_the_same_plan(name: str) -> None:
-    program, cluster = PROGRAMS[name], two_by_two()
-    plans = [
-        search(program.compile_request(), cluster, SearchOptions(seconds=600.0, processes=processes))
-        for processes in (1, 3)
-    ]
-    one, three = (replace(plan, search=replace(plan.search, seconds=0.0)) for plan in plans)
+    options = SearchOptions(seconds=SECONDS, processes=3)
+    alone = plan_of_search(finished_search(name), options.settings())
+    together = search(PROGRAMS[name].compile_request(), two_by_two(), options)
+    one, three = (replace(plan, search=replace(plan.search, seconds=0.0)) for plan in (alone, together))
     assert one == three
 
 

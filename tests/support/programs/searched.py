@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from distgraph.engine.commands.inspection import check_step
 from distgraph.engine.commands.plan_search import SearchOptions, search
 from distgraph.engine.compile.compile_request import CompileRequest
 from distgraph.engine.data import Batch, whole
+from distgraph.engine.search_driver.run_search import run_search
+from distgraph.engine.search_driver.search_state import SearchState
 from distgraph.models import GPT, GPTConfig
 from distgraph.nn.moe import MoE
 from distgraph.plan.plan import Plan
@@ -150,9 +153,11 @@ class Program:
         return self.engine(model, strategy=strategy)._session.compile_request("train", self.first())
 
     def search(self, cluster: Cluster, mode: str = "auto", model: Any = None, **options: Any) -> Plan:
-        """The plan that is found, which passes `distgraph check`: every value of a step as on one rank."""
+        """The plan that is found, which passes `distgraph check`: every value of a step as on one rank.
+
+        In one process by default: the plan is the same (`test_worker_pool`), and nothing is forked."""
         model = self.make() if model is None else model
-        given = SearchOptions(mode=mode, **{"seconds": SECONDS, **options})
+        given = SearchOptions(mode=mode, **{"seconds": SECONDS, "processes": 1, **options})
         plan = search(self.compile_request(model), cluster, given)
         engine = self.engine(model, plan=plan)
         request = engine._session.compile_request("train", self.first())
@@ -174,3 +179,15 @@ CHAIN = Program(Chain, (24,), batch=8)
 def two_by_two(**changes: str) -> Cluster:
     """Two machines of two devices."""
     return cluster_of(slow(2, 2, **changes))
+
+
+@cache
+def finished_search(name: str) -> SearchState:
+    """The search of everything for one of `PROGRAMS` on two machines of two devices, run to its end.
+
+    Tests of several files read it; none changes it.
+    """
+    state = SearchState(PROGRAMS[name].compile_request(), two_by_two(), "auto", SECONDS)
+    for _ in run_search(state):
+        pass
+    return state
