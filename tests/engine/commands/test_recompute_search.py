@@ -12,7 +12,7 @@ from support.files.clusters import cluster_of
 from support.programs.searched import slow
 
 import distgraph as dg
-from distgraph import nn
+from distgraph import nn, ops
 from distgraph.engine.commands.plan_search import SearchOptions, search
 from distgraph.engine.commands.recompute_search import Choice, RecomputeSearch
 from distgraph.engine.compile.compile_request import CompileRequest
@@ -90,6 +90,39 @@ def test_five_budgets_against_all_subsets_of_a_coarse_chain(
     assert layers.chosen
     assert chosen.peak <= budget
     assert chosen.seconds <= 1.05 * min(each.seconds for each in coarse if each.peak <= budget)
+
+
+class Unlike(nn.Module):
+    """Five layers of different widths, each with a part that takes memory and little time."""
+
+    def __init__(self) -> None:
+        widths = (24, 64, 16, 96, 32, 24)
+        self.layers = [nn.Linear(a, b, dtype="f64") for a, b in itertools.pairwise(widths)]
+        self.norms = [nn.LayerNorm(width, dtype="f64") for width in widths[1:]]
+
+    def forward(self, x: dg.Tensor) -> dg.Tensor:
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = dg.pipeline_boundary(ops.gelu(norm(layer(x))))
+        return x
+
+
+def test_no_subset_of_unlike_layers_is_faster() -> None:
+    """By the forecast of every subset, with the memory between the least and the most."""
+    data = np.zeros((64, 24)), np.zeros((64, 24))
+    trained = dg.Engine(Unlike(), nn.MeanSquaredError(), dg.optim.SGD(lr=0.1), strategy=AUTO)
+    every = RecomputeSearch(trained._session.compile_request("train", whole(data)), one())
+    numbers = range(5)
+    for chosen in itertools.chain.from_iterable(itertools.combinations(numbers, n) for n in range(6)):
+        every.judge(chosen)
+    assert len(every.kinds) == 6  # the loss is one more
+    least = min(each.peak for each in every.judged.values())
+    for share in (0.3, 0.6, 0.85):
+        budget = least + share * (every.judged[()].peak - least)
+        layers = RecomputeSearch(limited(every.request, budget), one())
+        list(layers.run())
+        assert layers.chosen
+        best = min(each.seconds for each in every.judged.values() if each.peak <= budget)
+        assert layers.judged[layers.chosen].seconds == pytest.approx(best, rel=1e-12)
 
 
 def test_everything_fits_or_nothing_does() -> None:
