@@ -12,7 +12,7 @@ import pytest
 
 torch: Any = pytest.importorskip("torch")
 
-from support.plans.applied_models import VOCABULARY, WIDTH, Decoder, decoder, plan_of  # noqa: E402
+from support.plans.applied_models import SEARCHED, VOCABULARY, WIDTH, Decoder, decoder, plan_of  # noqa: E402
 from support.plans.exported import finish, run  # noqa: E402
 
 import distgraph as dg  # noqa: E402
@@ -21,7 +21,7 @@ from distgraph.plan.apply.module_checks import check_module, checksum  # noqa: E
 from distgraph.plan.apply.stage_layouts import layouts_of  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(600)]
-CASES = ["dp_tp", "zero1", "zero3", "pp_dp", "pp_tp"]
+CASES = ["dp_tp", "zero1", "zero3", "pp_dp", "pp_tp", *SEARCHED]
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +54,8 @@ def test_parameters_are_stored_as_planned(results: dict[str, Any]) -> None:
     assert tensors["blocks.0.down.weight"] == [WIDTH, 4 * WIDTH // 2]
     assert whole["tokens.weight"] == states["tokens.weight"] == [VOCABULARY // 4, WIDTH]
     assert any("ZeRO-1" in note for note in results["zero1"]["notes"])
+    assert results["searched_dp_tp"]["shapes"]["blocks.0.up.weight"] == [4 * WIDTH // 2, WIDTH]
+    assert results["searched_zero"]["shapes"]["blocks.0.up.weight"] == [4 * WIDTH // 4, WIDTH]
 
 
 @pytest.mark.slow

@@ -94,6 +94,14 @@ INPUTS = ("out.weight", "down.weight", "o_proj.weight", "down_proj.weight", "c_a
 """Matrices whose second dim is split; those of GPT-2 have their outputs there."""
 
 
+SEARCHED: dict[str, dict[str, Any]] = {
+    "searched_dp_tp": {"mesh": grid(dp=2, tp=2), "batch_axis": "dp"},
+    "searched_zero": {"stages": 1, "memory": "110 KiB"},
+    "searched_pp": {"stages": 2, "micro_batches": 2, "schedule": "1f1b"},
+}
+"""Settings of plans that are searched; the first keeps to the split matrices."""
+
+
 def _split(model: Any, mesh: dg.ProcessMesh, blocks: str, number: str = "") -> None:
     """Tensor parallelism in the blocks, or in the one of a number."""
     for name, parameter in model.named_parameters():
@@ -109,7 +117,7 @@ def plan_of(case: str) -> dg.Plan:
     net = model_of(case).eval()
     model = dg.frontends.torch.import_module(net, torch.zeros(2, LENGTH, dtype=torch.int64))
     family, _, layout = case.rpartition(":")
-    blocks = BLOCKS.get(family, "blocks.")
+    blocks, cluster = BLOCKS.get(family, "blocks."), None
     settings: dict[str, Any] = {"mesh": grid(dp=4), "batch_axis": "dp"}
     if layout == "dp_tp":
         settings["mesh"] = grid(dp=2, tp=2)
@@ -124,8 +132,20 @@ def plan_of(case: str) -> dg.Plan:
         model.pipeline_boundary(f"{blocks}1", grid(2, tp=2))
         _split(model, grid(tp=2), blocks, "0")
         _split(model, grid(2, tp=2), blocks, "1")
+    elif layout in SEARCHED:
+        from support.files.clusters import cluster_of  # the program of a rank has no tests on its path
+        from support.programs.searched import slow
+
+        cluster = cluster_of(slow(4))
+        settings = {"mode": "auto", "seconds": 60} | SEARCHED[layout]
+        if "mesh" in settings:
+            _split(model, settings["mesh"], blocks)
     engine = dg.Engine(
-        model, _mean_cross_entropy, dg.optim.SGD(lr=0.1, momentum=0.9), strategy=dg.Strategy(**settings)
+        model,
+        _mean_cross_entropy,
+        dg.optim.SGD(lr=0.1, momentum=0.9),
+        strategy=dg.Strategy(**settings),
+        cluster=cluster,
     )
     x = np.zeros((ROWS, LENGTH), np.int64)
     plan: dg.Plan = engine.prepare((x, x)).portable
