@@ -89,7 +89,7 @@ def test_every_program_keeps_what_is_given(name: str) -> None:
 
 
 def test_without_constraints_nothing_changes() -> None:
-    free = search(CHAIN.compile_request(), two_by_two(), SearchOptions(seconds=SECONDS, processes=1))
+    free = plan_of_search(finished_search(CHAIN), SearchOptions(seconds=SECONDS).settings())
     assert "given" not in str(free)
     stages = len(free.stages)
     constraints = SearchConstraints(
@@ -271,7 +271,8 @@ def test_modes_on_fewer_devices() -> None:
 @pytest.mark.parametrize("given", [{"stages": 3}, {"recompute": True, "schedule": "gpipe"}, {"zero": 3}])
 def test_a_search_that_starts_from_a_plan_is_never_behind_it(given: dict[str, Any]) -> None:
     """With no time it is the plan itself, else it or a better one, also under the plan's constraints."""
-    request, cluster = CHAIN.compile_request(), two_by_two()
+    program, cluster = replace(CHAIN, batch=4), two_by_two()
+    request = program.compile_request()
     limits = SearchOptions(seconds=SECONDS, processes=1, constraints=SearchConstraints(**given))
     first = search(request, cluster, limits)
     assert first.forecast is not None
@@ -281,7 +282,7 @@ def test_a_search_that_starts_from_a_plan_is_never_behind_it(given: dict[str, An
     assert replace(same.forecast, beside={}) == replace(first.forecast, beside={})  # other plans beside it
     assert same.baselines["start"] == first.forecast.seconds
     assert same.search.settings["start"] == first.digest
-    trains_as_one_rank(CHAIN, same)
+    trains_as_one_rank(program, same)
     again = search(request, cluster, replace(limits, start=first))
     assert again.forecast is not None
     assert again.forecast.seconds <= first.forecast.seconds
@@ -323,7 +324,7 @@ def test_a_plan_with_weights_or_of_another_program_as_a_start() -> None:
 
 def test_the_front_of_what_was_forecast() -> None:
     """No plan of it beats another; nothing that was forecast beats one of it."""
-    state = finished_search("gpt")
+    state = finished_search(PROGRAMS["gpt"])
     plan = plan_of_search(state, {})
     front = plan.search.front
     assert plan.forecast is not None

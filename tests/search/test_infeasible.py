@@ -99,6 +99,6 @@ def test_without_scip_the_plan_is_the_same(monkeypatch: pytest.MonkeyPatch) -> N
     def timeless(plan: Plan) -> str:
         return replace(plan, search=replace(plan.search, seconds=None)).text()
 
-    expected = plan_of_search(finished_search("mlp"), SearchOptions(seconds=SECONDS).settings())
+    expected = plan_of_search(finished_search(PROGRAMS["mlp"]), SearchOptions(seconds=SECONDS).settings())
     monkeypatch.setitem(sys.modules, "pyscipopt", None)
     assert timeless(PROGRAMS["mlp"].search(two_by_two())) == timeless(expected)

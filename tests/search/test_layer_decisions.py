@@ -88,7 +88,7 @@ def state_of(name: str) -> SearchState:
 def searched(name: str) -> tuple[SearchState, Plan]:
     """A search with its plan, as it comes back from its text."""
     if name == "one mesh":
-        state = finished_search("mlp")
+        state = finished_search(PROGRAMS["mlp"])
     else:
         state = state_of(name)
         for _ in run_search(state):

@@ -37,7 +37,7 @@ def program_of(name: str) -> tuple[Program, Any]:
 def searched(name: str) -> tuple[SearchState, Plan]:
     """A search with its plan, as it comes back from its text."""
     if name in PROGRAMS:
-        state = finished_search(name)
+        state = finished_search(PROGRAMS[name])
     else:
         program, make = program_of(name)
         state = SearchState(program.compile_request(make()), two_by_two(), SEARCHES[name][1], 3600.0)

@@ -6,9 +6,10 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from support.programs.searched import CHAIN, two_by_two
+from support.programs.searched import CHAIN, SECONDS, finished_search, two_by_two
 
 from distgraph.engine.commands.plan_search import SearchOptions, options_of, search, with_constraints_of
+from distgraph.engine.search_driver.run_search import plan_of_search
 from distgraph.errors import ResourceError, ShardingError
 from distgraph.plan.plan import Plan
 from distgraph.plan.strategy import Strategy
@@ -21,8 +22,10 @@ WAITING = RuntimeModel(name="waiting", about="hides nothing, and both ends of a 
 @cache
 def searched(name: str = "") -> Plan:
     """The plan for a runtime; for no model without a name."""
-    runtime = WAITING if name == WAITING.name else load_runtime(name) if name else None
-    options = SearchOptions(seconds=600.0, processes=1, runtime=runtime)
+    if not name:
+        return plan_of_search(finished_search(CHAIN), SearchOptions(seconds=SECONDS).settings())
+    runtime = WAITING if name == WAITING.name else load_runtime(name)
+    options = SearchOptions(seconds=SECONDS, processes=1, runtime=runtime)
     return search(CHAIN.compile_request(), two_by_two(), options)
 
 

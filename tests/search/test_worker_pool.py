@@ -129,7 +129,7 @@ def test_a_daemonic_process_searches_alone() -> None:
 @pytest.mark.parametrize("name", ["mlp", "gpt"])
 def test_more_processes_find_the_same_plan(name: str) -> None:
     options = SearchOptions(seconds=SECONDS, processes=3)
-    alone = plan_of_search(finished_search(name), options.settings())
+    alone = plan_of_search(finished_search(PROGRAMS[name]), options.settings())
     together = search(PROGRAMS[name].compile_request(), two_by_two(), options)
     one, three = (replace(plan, search=replace(plan.search, seconds=0.0)) for plan in (alone, together))
     assert one == three

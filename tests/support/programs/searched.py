@@ -182,12 +182,12 @@ def two_by_two(**changes: str) -> Cluster:
 
 
 @cache
-def finished_search(name: str) -> SearchState:
-    """The search of everything for one of `PROGRAMS` on two machines of two devices, run to its end.
+def finished_search(program: Program) -> SearchState:
+    """The search of everything for a program on two machines of two devices, run to its end.
 
     Tests of several files read it; none changes it.
     """
-    state = SearchState(PROGRAMS[name].compile_request(), two_by_two(), "auto", SECONDS)
+    state = SearchState(program.compile_request(), two_by_two(), "auto", SECONDS)
     for _ in run_search(state):
         pass
     return state
