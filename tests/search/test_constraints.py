@@ -33,6 +33,8 @@ from distgraph.plan.strategy import Strategy
 
 MIXED = ProcessMesh.grid(tp=2, dp=2)
 pytestmark = pytest.mark.timeout(600)
+SHORT = replace(CHAIN, batch=4)
+"""As many samples as are needed for four micro-batches: fewer numbers of them are searched."""
 KEPT: dict[str, dict[str, Any]] = {
     "micro_batches": {"micro_batches": 4},
     "schedule": {"schedule": "gpipe", "stages": 2},
@@ -46,9 +48,9 @@ KEPT: dict[str, dict[str, Any]] = {
 
 
 def run(**given: Any) -> SearchState:
-    """A finished search of the chain on two machines of two devices."""
+    """A finished search of the short chain on two machines of two devices."""
     state = SearchState(
-        CHAIN.compile_request(), two_by_two(), "auto", SECONDS, constraints=SearchConstraints(**given)
+        SHORT.compile_request(), two_by_two(), "auto", SECONDS, constraints=SearchConstraints(**given)
     )
     list(run_search(state))
     return state
@@ -85,7 +87,7 @@ def test_every_program_keeps_what_is_given(name: str) -> None:
     assert state.constraints.given().items() <= plan.search.settings.items()
     if name in plan.decisions:
         assert f"given: {name}=" in plan.explain(name)
-    trains_as_one_rank(CHAIN, plan)
+    trains_as_one_rank(SHORT, plan)
 
 
 def test_without_constraints_nothing_changes() -> None:
@@ -271,8 +273,7 @@ def test_modes_on_fewer_devices() -> None:
 @pytest.mark.parametrize("given", [{"stages": 3}, {"recompute": True, "schedule": "gpipe"}, {"zero": 3}])
 def test_a_search_that_starts_from_a_plan_is_never_behind_it(given: dict[str, Any]) -> None:
     """With no time it is the plan itself, else it or a better one, also under the plan's constraints."""
-    program, cluster = replace(CHAIN, batch=4), two_by_two()
-    request = program.compile_request()
+    request, cluster = SHORT.compile_request(), two_by_two()
     limits = SearchOptions(seconds=SECONDS, processes=1, constraints=SearchConstraints(**given))
     first = search(request, cluster, limits)
     assert first.forecast is not None
@@ -282,7 +283,7 @@ def test_a_search_that_starts_from_a_plan_is_never_behind_it(given: dict[str, An
     assert replace(same.forecast, beside={}) == replace(first.forecast, beside={})  # other plans beside it
     assert same.baselines["start"] == first.forecast.seconds
     assert same.search.settings["start"] == first.digest
-    trains_as_one_rank(program, same)
+    trains_as_one_rank(SHORT, same)
     again = search(request, cluster, replace(limits, start=first))
     assert again.forecast is not None
     assert again.forecast.seconds <= first.forecast.seconds
