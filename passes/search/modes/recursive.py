@@ -310,13 +310,17 @@ class _Recursion:
         }
 
     def allows(self, op: Op, layout: OpLayout) -> bool:
-        """Whether a layout on one axis leaves plain blocks of equal size, in addition to existing splits."""
+        """Whether a layout on one axis leaves plain blocks of equal size, alone and with the existing splits.
+
+        Alone, because changes of layout are priced along one axis at a time.
+        """
         rule, axes = self.rules[op.name], self.axes[op.name]
         key = rule, axes, layout
         if key not in self.legal:
             sizes = self.sizes[op.name]
             even = not any(sizes[index] % layout.mesh.count(split) for index, split in layout.axes)
-            self.legal[key] = even and representable(rule, OpLayout(self.mesh, _grown(axes, layout)))
+            joint = OpLayout(self.mesh, _grown(axes, layout))
+            self.legal[key] = even and representable(rule, layout) and representable(rule, joint)
         return self.legal[key]
 
     def take(self, layouts: Mapping[str, OpLayout], axis: str) -> None:
