@@ -199,8 +199,10 @@ def _move(
         kinds = tuple(step.kind for step in steps if not step.local)
     else:
         crossing = transfer(value.shape, size, source, target)
-        kinds = tuple(s.kind for s in (*crossing.before, *crossing.after) if not s.local)
-        kinds = (*kinds[: len(crossing.before)], "transfer", *kinds[len(crossing.before) :])
+        before, after = (
+            [step.kind for step in steps if not step.local] for steps in (crossing.before, crossing.after)
+        )
+        kinds = (*before, "transfer", *after)
     time = None if seconds is None else count * move_cost(value.shape, size, source, target, seconds)
     return Move(value.name, source, target, kinds, cost, time)
 
