@@ -185,7 +185,7 @@ class _Job:
         Args:
             code: exit code of mpiexec; the number of the signal where a process that it watches was killed.
             lost_supervisors: ranks whose supervisors were killed. The launcher does not know one that was
-                killed while it was starting.
+                killed while it was starting, after which mpiexec kills the others.
         """
         if code < 0:
             return f"mpiexec was killed by {signal.Signals(-code).name}, all ranks are stopped", 128 - code
@@ -193,7 +193,8 @@ class _Job:
         if closed is not None or (not lost_supervisors and code not in _KILLING):
             return f"mpiexec ended with exit code {code} before the ranks could say why", code
         number = signal.Signals(code if code in _KILLING else signal.SIGKILL)
-        which = f"supervisor of rank {lost_supervisors[0]}" if lost_supervisors else "mpiexec or a supervisor"
+        known = lost_supervisors and len([*self.path.glob("supervisor.*")]) == self.n
+        which = f"supervisor of rank {lost_supervisors[0]}" if known else "mpiexec or a supervisor"
         return f"{which} was killed by {number.name}, all {self.n} ranks are stopped", 128 + number
 
     def _early_end(self) -> str:

@@ -53,6 +53,11 @@ def test_a_scalar_starts_from_a_number(init: Init, dtype: str) -> None:
 def test_random_numbers_of_no_dims(draw: Any) -> None:
     (expected,) = draw(np, 5, shape=(1,))
     assert draw(np, 5, shape=()) == expected
+
+
+@pytest.mark.parametrize("draw", [random_uniform, random_normal])
+def test_random_numbers_fill_arrays_of_no_dims(draw: Any) -> None:
+    expected = draw(np, 5, shape=())
     out = np.zeros((), expected.dtype)
     draw(np, 5, shape=(), out=out)
     assert out == expected
