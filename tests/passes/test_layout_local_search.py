@@ -42,7 +42,7 @@ from distgraph.runtime.program.build import Build, build
 ONE = tuple((mesh,) for mesh in MESHES)
 checked = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-    max_examples=max(30, settings.default.max_examples),
+    max_examples=max(60, settings.default.max_examples),
 )
 
 

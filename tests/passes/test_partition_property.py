@@ -16,7 +16,7 @@ BOUND = 1e-10
 ONE = tuple((mesh,) for mesh in MESHES)
 checked = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-    max_examples=max(30, settings.default.max_examples),
+    max_examples=max(60, settings.default.max_examples),
     phases=(Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink),
     report_multiple_bugs=False,
 )

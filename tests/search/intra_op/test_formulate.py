@@ -107,7 +107,7 @@ def test_an_axis_across_machines_is_dearer_than_one_inside() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@settings(max_examples=max(60, settings.default.max_examples), suppress_health_check=SLACK)
+@settings(max_examples=max(200, settings.default.max_examples), suppress_health_check=SLACK)
 @given(programs(ONE, train=False, micro=False, steps=4))
 def test_equals_brute_force(program: Program) -> None:
     graph = replace(program.graph, micro_batches=1 + 2 * (len(program.graph.ops) % 2))

@@ -22,7 +22,7 @@ SPEEDS = (SLOW, 1e-3, 1.0)
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@settings(max_examples=max(60, settings.default.max_examples), suppress_health_check=SLACK)
+@settings(max_examples=max(200, settings.default.max_examples), suppress_health_check=SLACK)
 @given(
     programs(tuple((mesh,) for mesh in MESHES), train=False, micro=False, steps=6),
     st.booleans(),

@@ -21,9 +21,9 @@ from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import UserDim
 from distgraph.plan.strategy import Strategy
 
-BATCHES, ROUNDS, RATE, SEED = 5, 2, 1e-2, 3
+BATCHES, ROUNDS, RATE, SEED = 5, 4, 1e-2, 3
 STEPS = BATCHES * ROUNDS
-"""The second round starts from moments and parameters that every batch has changed."""
+"""Later rounds start from moments and parameters that every batch has changed."""
 
 VOCABULARY, WIDTH, LENGTH = 30, 12, 6
 CHANNELS, IMAGE, CLASSES = (2, 6, 8), 6, 7
