@@ -43,7 +43,7 @@ Choice = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class JudgedChoice:
+class EvaluatedChoice:
     """The forecast of the program with some layers recomputed.
 
     Attributes:
@@ -72,7 +72,7 @@ class RecomputeSearch:
         runtime: what executes it; None for distgraph.
 
     Attributes:
-        judged: choices that were forecast; they do not depend on the memory that is allowed.
+        evaluated: choices that were forecast; they do not depend on the memory that is allowed.
         chosen: the answer.
         kinds: layer -> its kind: class of equal layers, and the run of layers of one mesh that it is in.
         ranks: layer -> ranks that compute it.
@@ -81,7 +81,7 @@ class RecomputeSearch:
     request: CompileRequest
     cluster: Cluster
     runtime: RuntimeModel | None = None
-    judged: dict[Choice, JudgedChoice] = field(default_factory=dict)
+    evaluated: dict[Choice, EvaluatedChoice] = field(default_factory=dict)
     chosen: Choice = ()
     kinds: tuple[tuple[int, int], ...] = ()
     ranks: tuple[frozenset[int], ...] = ()
@@ -100,25 +100,25 @@ class RecomputeSearch:
             InfeasibleError: no choice fits into memory.
         """
         yield "forecast without recomputation"
-        base = self.judge(())
+        base = self.evaluate(())
         if self.fits(()):
             return
         yield f"forecasts with one of {len(self.kinds)} layers recomputed"
         self._measure_layers(base)
         for _ in range(_MOST_CORRECTIONS):
             choice = self._cheapest()
-            if choice is None or choice in self.judged:
+            if choice is None or choice in self.evaluated:
                 break
             yield f"forecast with {self._counted(choice)} recomputed"
             self._correct(choice)
-        if not any(map(self.fits, self.judged)):
+        if not any(map(self.fits, self.evaluated)):
             yield "forecasts with as little memory as possible"
             for choice in self._smallest():
-                self.judge(choice)
+                self.evaluate(choice)
         self.chosen = self._best()
         yield "the runner-up"
         for choice in self._one_more():
-            self.judge(choice)
+            self.evaluate(choice)
         self.chosen = self._best()
 
     @property
@@ -128,11 +128,11 @@ class RecomputeSearch:
 
     def decision(self) -> Decision:
         """The choice as a decision of a plan, with its runner-up."""
-        best, base = self.judged[self.chosen], self.judged[()]
+        best, base = self.evaluated[self.chosen], self.evaluated[()]
         memory = f"the fullest rank needs {format_bytes(best.peak)} of {format_bytes(self._budget(best))}"
         others = {
             choice: each
-            for choice, each in self.judged.items()
+            for choice, each in self.evaluated.items()
             if choice != self.chosen and self.fits(choice)
         }
         if not self.chosen:
@@ -144,32 +144,32 @@ class RecomputeSearch:
             runner_up="" if runner_up is None else self._counted(runner_up),
             runner_up_seconds=None if runner_up is None else others[runner_up].seconds,
             note=f"{memory}, {format_bytes(base.peak)} without recomputation; the runner-up is the fastest "
-            f"other choice of {len(self.judged)} forecasts that fits",
+            f"other choice of {len(self.evaluated)} forecasts that fits",
         )
 
-    def judge(self, choice: Choice) -> JudgedChoice:
+    def evaluate(self, choice: Choice) -> EvaluatedChoice:
         """The forecast of a choice, made once."""
-        if choice not in self.judged:
+        if choice not in self.evaluated:
             built, mapping = compile_program(self._with(choice), self.cluster)
             result = forecast(built, self.cluster, mapping, runtime=self.runtime)
-            self.judged[choice] = JudgedChoice(result.step_seconds, result.memory, result.devices)
+            self.evaluated[choice] = EvaluatedChoice(result.step_seconds, result.memory, result.devices)
             if not self.kinds:
                 self._find_kinds(built)
-        return self.judged[choice]
+        return self.evaluated[choice]
 
     def fits(self, choice: Choice) -> bool:
         """Whether every rank has the memory for a choice that was forecast."""
-        return not self._shortages(self.judged[choice])
+        return not self._shortages(self.evaluated[choice])
 
-    def _shortages(self, judged: JudgedChoice) -> tuple[Shortage, ...]:
-        return shortages(judged.memory, self._limited, judged.devices, self._rules)
+    def _shortages(self, evaluated: EvaluatedChoice) -> tuple[Shortage, ...]:
+        return shortages(evaluated.memory, self._limited, evaluated.devices, self._rules)
 
     @property
     def _rules(self) -> Memory:
         return Memory() if self.runtime is None else self.runtime.memory
 
-    def _available(self, judged: JudgedChoice, rank: int) -> float:
-        return self._rules.available(self._limited.devices[judged.devices[rank]].memory)
+    def _available(self, evaluated: EvaluatedChoice, rank: int) -> float:
+        return self._rules.available(self._limited.devices[evaluated.devices[rank]].memory)
 
     def _with(self, choice: Choice) -> CompileRequest:
         spec = self.request.training_spec
@@ -187,13 +187,13 @@ class RecomputeSearch:
         self.kinds = tuple(zip(layering(serial, layers).classes, runs, strict=True))
         self.ranks = tuple(frozenset(mesh.members) for mesh in meshes)
 
-    def _measure_layers(self, base: JudgedChoice) -> None:
+    def _measure_layers(self, base: EvaluatedChoice) -> None:
         """What each layer adds and saves on each rank, from a forecast of one layer of its kind."""
         firsts: dict[tuple[int, int], int] = {}
         for number, kind in enumerate(self.kinds):
             firsts.setdefault(kind, number)
         for number, kind in enumerate(self.kinds):
-            one = self.judge((firsts[kind],))
+            one = self.evaluate((firsts[kind],))
             for rank, memory in one.memory.items():
                 if rank in base.memory and rank in self.ranks[number]:
                     saved = _stored(base.memory[rank]) - _stored(memory)
@@ -205,7 +205,7 @@ class RecomputeSearch:
     def _cheapest(self) -> Choice | None:
         """The layers that memory asks for, one rank after the other; None where a rank has no choice."""
         chosen: set[int] = set()
-        base = self.judged[()]
+        base = self.evaluated[()]
         for rank in base.memory:
             stored, scratch, free = self._rank(rank, chosen)
             more = cheapest_layers(free, stored, scratch, self._available(base, rank))
@@ -217,7 +217,7 @@ class RecomputeSearch:
     def _smallest(self) -> list[Choice]:
         """Choices of which one needs least memory by the sums."""
         by_rank = []
-        for rank in self.judged[()].memory:
+        for rank in self.evaluated[()].memory:
             _, scratch, layers = self._rank(rank, ())
             by_rank.append(smallest_choices(layers, scratch))
         levels = max(map(len, by_rank))
@@ -229,7 +229,7 @@ class RecomputeSearch:
 
     def _rank(self, rank: int, chosen: Collection[int]) -> tuple[float, float, list[RecomputedLayer]]:
         """Bytes that a rank stores, its scratch bytes, and its layers besides those that are chosen."""
-        memory, layers = self.judged[()].memory[rank], self._layers.get(rank, [])
+        memory, layers = self.evaluated[()].memory[rank], self._layers.get(rank, [])
         inside = [layer for layer in layers if layer.number in chosen]
         stored = _stored(memory) + self._corrections[rank] - sum(layer.saved for layer in inside)
         scratch = max([memory.temporary, *(layer.scratch for layer in inside)])
@@ -237,7 +237,7 @@ class RecomputeSearch:
 
     def _correct(self, choice: Choice) -> None:
         """Forecast a choice, and correct the sums by what its memory differs from them."""
-        for rank, memory in self.judge(choice).memory.items():
+        for rank, memory in self.evaluate(choice).memory.items():
             if rank in self._corrections:
                 stored, scratch, _ = self._rank(rank, choice)
                 self._corrections[rank] += memory.total - stored - scratch
@@ -251,15 +251,15 @@ class RecomputeSearch:
 
     def _best(self) -> Choice:
         """The fastest choice that fits. Raises InfeasibleError: none does."""
-        fitting = [choice for choice in self.judged if self.fits(choice)]
+        fitting = [choice for choice in self.evaluated if self.fits(choice)]
         if not fitting:
             raise InfeasibleError(self._infeasible())
-        return min(fitting, key=lambda choice: (self.judged[choice].seconds, len(choice)))
+        return min(fitting, key=lambda choice: (self.evaluated[choice].seconds, len(choice)))
 
     def _infeasible(self) -> str:
-        short = {choice: self._shortages(each) for choice, each in self.judged.items()}
+        short = {choice: self._shortages(each) for choice, each in self.evaluated.items()}
         choice = min(short, key=lambda choice: max(s.needed / s.available for s in short[choice]))
-        nearest, worst = self.judged[choice], short[choice][0]
+        nearest, worst = self.evaluated[choice], short[choice][0]
         parts = sorted(nearest.memory[worst.rank].categories.items(), key=lambda pair: -pair[1])
         takes = ", ".join(f"{format_bytes(size)} for {name}" for name, size in parts if size)
         which = f"with layers {spans(choice)} recomputed" if choice else "without recomputation"
@@ -275,9 +275,11 @@ class RecomputeSearch:
     def _counted(self, choice: Sequence[int]) -> str:
         return Decisions(recompute=tuple(choice)).choices(len(self.kinds))["recompute"]
 
-    def _budget(self, judged: JudgedChoice) -> float:
+    def _budget(self, evaluated: EvaluatedChoice) -> float:
         """What the fullest rank may use."""
-        return self._available(judged, max(judged.memory, key=lambda rank: judged.memory[rank].total))
+        return self._available(
+            evaluated, max(evaluated.memory, key=lambda rank: evaluated.memory[rank].total)
+        )
 
 
 def _stored(memory: RankMemory) -> int:

@@ -1,4 +1,4 @@
-"""The layers that a cut copy of a module lacks, added to the graph that was exported of the copy.
+"""The layers that are missing in a cut copy of a module, added to the graph that was exported of the copy.
 
 The nodes of a layer are those between the last one of the layer before it and its own last one. Those of the
 third layer of a run are copied for each layer that was cut:

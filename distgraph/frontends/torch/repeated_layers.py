@@ -38,7 +38,7 @@ class Run:
 
     @property
     def cut(self) -> tuple[str, ...]:
-        """Paths of the layers that a cut copy lacks."""
+        """Paths of the layers that are missing in a cut copy."""
         return self.paths[KEPT:]
 
 

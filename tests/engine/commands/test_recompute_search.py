@@ -67,12 +67,12 @@ def losses(trained: dg.Engine, size: int = 8) -> list[float]:
 def deep() -> tuple[RecomputeSearch, tuple[Choice, ...]]:
     """A GPT of 24 blocks, and every subset of three groups of its layers, all of them forecast."""
     every = RecomputeSearch(request_of(24), one())
-    every.judge(())
+    every.evaluate(())
     groups = [tuple(map(int, part)) for part in np.array_split(np.arange(len(every.kinds)), 3)]
     for size in range(1, 4):
         for chosen in itertools.combinations(groups, size):
-            every.judge(sum(chosen, ()))
-    return every, tuple(every.judged)
+            every.evaluate(sum(chosen, ()))
+    return every, tuple(every.evaluated)
 
 
 @pytest.mark.parametrize("share", [0.02, 0.25, 0.5, 0.75, 0.98])
@@ -80,13 +80,13 @@ def test_five_budgets_against_all_subsets_of_a_coarse_chain(
     share: float, deep: tuple[RecomputeSearch, tuple[Choice, ...]]
 ) -> None:
     every, subsets = deep
-    coarse = [every.judged[choice] for choice in subsets]
+    coarse = [every.evaluated[choice] for choice in subsets]
     least, most = (pick(each.peak for each in coarse) for pick in (min, max))
     budget = least + share * (most - least)
-    known = {"judged": every.judged, "kinds": every.kinds, "ranks": every.ranks}
+    known = {"evaluated": every.evaluated, "kinds": every.kinds, "ranks": every.ranks}
     layers = RecomputeSearch(limited(every.request, budget), one(), **known)
     list(layers.run())
-    chosen = layers.judged[layers.chosen]
+    chosen = layers.evaluated[layers.chosen]
     assert layers.chosen
     assert chosen.peak <= budget
     assert chosen.seconds <= 1.05 * min(each.seconds for each in coarse if each.peak <= budget)
@@ -113,16 +113,16 @@ def test_no_subset_of_unlike_layers_is_faster() -> None:
     every = RecomputeSearch(trained._session.compile_request("train", whole(data)), one())
     numbers = range(5)
     for chosen in itertools.chain.from_iterable(itertools.combinations(numbers, n) for n in range(6)):
-        every.judge(chosen)
+        every.evaluate(chosen)
     assert len(every.kinds) == 6  # the loss is one more
-    least = min(each.peak for each in every.judged.values())
+    least = min(each.peak for each in every.evaluated.values())
     for share in (0.3, 0.6, 0.85):
-        budget = least + share * (every.judged[()].peak - least)
+        budget = least + share * (every.evaluated[()].peak - least)
         layers = RecomputeSearch(limited(every.request, budget), one())
         list(layers.run())
         assert layers.chosen
-        best = min(each.seconds for each in every.judged.values() if each.peak <= budget)
-        assert layers.judged[layers.chosen].seconds == pytest.approx(best, rel=1e-12)
+        best = min(each.seconds for each in every.evaluated.values() if each.peak <= budget)
+        assert layers.evaluated[layers.chosen].seconds == pytest.approx(best, rel=1e-12)
 
 
 def test_everything_fits_or_nothing_does() -> None:

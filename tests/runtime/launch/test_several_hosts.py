@@ -42,7 +42,8 @@ from distgraph.runtime.launch.launch import current_transport
 t = current_transport()
 """
 PLACED = """
-print("rank", t.rank, "is process", os.environ["PMI_RANK"], "on", socket.gethostname())
+# One write a line: unbuffered, the parts of a print of several ranks may be mixed.
+sys.stdout.write(f"rank {t.rank} is process {os.environ['PMI_RANK']} on {socket.gethostname()}\\n")
 """
 PLACEMENT = tuple(
     PlacedRanks(machine=name, type="cpu", model="x", memory=1, count=2, ranks=ranks, devices=(0, 1))
