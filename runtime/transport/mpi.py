@@ -41,7 +41,7 @@ from distgraph.runtime.transport.call_check import (
 )
 from distgraph.runtime.transport.core_binding import CoreBinding
 from distgraph.runtime.transport.departed_ranks import Departures, Need
-from distgraph.runtime.transport.mpi_collectives import TAG_BITS, Exchange, Steps, octets
+from distgraph.runtime.transport.mpi_collectives import TAG_BITS, Exchange, Steps
 from distgraph.runtime.transport.mpi_failures import JobFailures
 from distgraph.runtime.transport.mpi_operation import Operation, WithStatus
 from distgraph.runtime.transport.transport import (
@@ -100,7 +100,6 @@ class MpiTransport:
         self._call_check = CallCheck(self._mpi, self._calls)
         self._departures = Departures(self._mpi, self._control)
         self._failures = JobFailures(self._mpi, self._control, self._departures, job)
-        self._exchange = Exchange(self._collectives)
         self._rank, self._size = int(world.Get_rank()), int(world.Get_size())
         self._everyone: Group = tuple(range(self._size))
         self._latest: dict[Group, Operation] = {}
@@ -110,6 +109,7 @@ class MpiTransport:
         self.binding = CoreBinding(machine)
         self._processes = machine.allgather((self._rank, os.getpid()))  # of this machine
         machine.Free()
+        self._exchange = Exchange(self._collectives, frozenset(rank for rank, _ in self._processes))
         # Seconds of polling before a wait sleeps; with fewer cores than ranks, others need the core earlier.
         self._polling_seconds = 0.001 if self.binding.share > 1 else 0.02
 
@@ -178,32 +178,33 @@ class MpiTransport:
 
     def send(self, buffer: Array, dest: int, tag: int) -> Request:
         self._check_peer("send", dest, tag)
-        data = octets(flat(buffer, "send"))
+        data = flat(buffer, "send")
 
         def steps() -> Steps:
-            yield [self._messages.Isend(data, dest, tag)]
+            yield [self._messages.Isend(part, dest, tag) for part in self._exchange.parts(data, dest)]
 
         need = self._departures.message("send", "recv", dest)
         return self._start(
-            f"{self._activity.message_text(tag)}send to rank {dest} (tag {tag}, {data.size} bytes)",
+            f"{self._activity.message_text(tag)}send to rank {dest} (tag {tag}, {data.nbytes} bytes)",
             steps(),
             need,
         )
 
     def recv(self, buffer: Array, source: int, tag: int) -> Request:
         self._check_peer("recv", source, tag)
-        data, target = octets(flat(buffer, "recv")), buffer
-        what = f"{self._activity.message_text(tag)}recv from rank {source} (tag {tag}, {data.size} bytes)"
+        data = flat(buffer, "recv")
+        what = f"{self._activity.message_text(tag)}recv from rank {source} (tag {tag}, {data.nbytes} bytes)"
 
         def steps() -> Steps:
-            status = self._mpi.Status()
-            request = self._messages.Irecv(data, source, tag)
-            yield [WithStatus(request, status)]
-            if status.Get_count(self._mpi.BYTE) != target.nbytes:
-                raise RuntimeFault(
-                    f"rank {self.rank}: {what} got {status.Get_count(self._mpi.BYTE)} bytes; "
-                    "the ranks run different programs"
-                )
+            expected = self._exchange.parts(data, source)
+            requests = [self._messages.Irecv(part, source, tag) for part in expected]
+            for part, request in zip(expected, requests, strict=True):
+                status = self._mpi.Status()
+                yield [WithStatus(request, status)]
+                if (received := status.Get_count(self._mpi.BYTE)) != part.size:
+                    here = "" if len(expected) == 1 else f" as a part of {part.size}"
+                    text = f"rank {self.rank}: {what} got {received} bytes{here}"
+                    raise RuntimeFault(f"{text}; the ranks run different programs")
 
         return self._start(what, steps(), self._departures.message("recv", "send", source))
 

@@ -30,6 +30,13 @@ _WHOLE_EXCHANGE_BYTES: Final = 1 << 16
 _FLAT_BROADCAST_BYTES: Final = 1 << 16
 """Up to this size, the root of a broadcast sends the whole buffer to every member."""
 
+_PART_BYTES: Final = 1 << 20
+"""A longer message between machines is sent in parts.
+
+MPI sends a long message once the receiver has agreed. Over TCP this answer waits behind the bytes that the
+receiver itself is sending, so that two long messages in opposite directions would follow one another.
+"""
+
 Steps = Iterator[list[Any]]
 _Message = tuple[int, Array]
 
@@ -39,10 +46,11 @@ class Exchange:
 
     Args:
         comm: mpi4py communicator of all ranks, used for nothing else.
+        near: ranks on the machine of this one.
     """
 
-    def __init__(self, comm: Any) -> None:
-        self._comm = comm
+    def __init__(self, comm: Any, near: frozenset[int] = frozenset()) -> None:
+        self._comm, self._near = comm, near
         self._rank = int(comm.Get_rank())
         self._tags: dict[Group, int] = {}
         self._groups: dict[int, Group] = {}
@@ -126,9 +134,21 @@ class Exchange:
     def _exchange(self, sends: Sequence[_Message], receives: Sequence[_Message], tag: int) -> list[Any]:
         """Post messages between members of a group; both sides skip the empty ones."""
         comm = self._comm
-        requests = [comm.Irecv(octets(data), peer, tag) for peer, data in receives if data.size]
-        requests += [comm.Isend(octets(data), peer, tag) for peer, data in sends if data.size]
+        requests = [comm.Irecv(p, peer, tag) for peer, x in receives if x.size for p in self.parts(x, peer)]
+        requests += [comm.Isend(p, peer, tag) for peer, x in sends if x.size for p in self.parts(x, peer)]
         return requests
+
+    def parts(self, data: Array, peer: int) -> list[Array]:
+        """The bytes of the messages that an array is sent as to a rank, or received as from it.
+
+        There is an odd number of them, so that the first parts of two messages of which one is 2, 4, 8, ...
+        times as long as the other differ: a receiver that expects another length learns so at once.
+        """
+        whole = octets(data)
+        if whole.size <= _PART_BYTES or peer in self._near:
+            return [whole]
+        count = -(-whole.size // _PART_BYTES) | 1
+        return [whole[part] for part in stretches(even_counts(whole.size, count))]
 
     def _peers(self, group: Group) -> tuple[int, list[int]]:
         """Position of this rank, and the other members in turn from the next one on.

@@ -68,6 +68,30 @@ def test_a_message_of_another_length_is_refused(transport: MpiTransport) -> None
             transport.recv(np.zeros(4), 0, 5).wait()
 
 
+def test_long_messages_between_machines_go_in_parts(
+    transport: MpiTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if each rank were on a machine of its own; both directions at once, and of another length."""
+    monkeypatch.setattr(transport._exchange, "_near", frozenset())
+    everyone, size = tuple(range(transport.size)), 300_001
+    mine = np.arange(size, dtype=np.float64) + transport.rank
+    gathered = np.zeros(size * transport.size)
+    transport.all_gather(mine, gathered, [size] * transport.size, everyone).wait()
+    for rank, part in enumerate(gathered.reshape(transport.size, size)):
+        np.testing.assert_array_equal(part, mine - transport.rank + rank)
+    if transport.rank < 2:
+        other, arrived = 1 - transport.rank, np.zeros(size)
+        requests = [transport.recv(arrived, other, 6), transport.send(mine, other, 6)]
+        for request in requests:
+            request.wait()
+        np.testing.assert_array_equal(arrived, mine - transport.rank + other)
+    if transport.rank == 0:
+        transport.send(mine[: size // 2], 1, 7).wait()
+    if transport.rank == 1:
+        with pytest.raises(RuntimeFault, match=r"got 400000 bytes as a part of 800003; the ranks run"):
+            transport.recv(np.zeros(300_001), 0, 7).wait()
+
+
 def test_a_wait_without_progress_ends(transport: MpiTransport) -> None:
     """A transport of its own, whose last rank does not take part."""
     other = MpiTransport(limit=0.2)
