@@ -15,6 +15,7 @@ from typing import TypeVar
 from distgraph.errors import ShardingError
 from distgraph.ir.dtypes import check_count, is_integer
 from distgraph.ir.range_notation import spans
+from distgraph.plan.capabilities import Capabilities
 from distgraph.plan.decisions import Decisions
 from distgraph.plan.pipeline_schedules import schedule_names
 
@@ -165,6 +166,27 @@ class SearchConstraints:
         return replace(
             other, **{name: value for name, value in constraints.items() if value is not free[name]}
         )
+
+    def under(self, runtime: str, capabilities: Capabilities) -> SearchConstraints:
+        """These constraints and those on stages that a runtime has.
+
+        Raises:
+            ShardingError: the runtime does not execute what is given.
+        """
+        stages, schedule = self.stage_count, self.schedule
+        if capabilities.stages == "one":
+            if stages not in (None, 1):
+                raise ShardingError(
+                    f"stages of the search is {stages} but runtime {runtime} has no pipeline; leave stages "
+                    f"out, or search for another runtime"
+                )
+            return replace(self, stages=1)
+        if schedule is not None and not capabilities.among([schedule]):
+            raise ShardingError(
+                f"schedule of the search is {schedule!r} but runtime {runtime} executes "
+                f"{', '.join(capabilities.schedules)}; take one of them, or search for another runtime"
+            )
+        return replace(self, uniform=self.uniform or capabilities.stages == "equal")
 
     def among(self, name: str, values: Iterable[Value]) -> tuple[Value, ...]:
         """The values that a decision may take: the given one, or all of `values`."""

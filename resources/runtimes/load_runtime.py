@@ -17,8 +17,6 @@ from distgraph.serialization.documents import read_text, refuse, shown_path, val
 from distgraph.serialization.yaml_reader import MOST_BYTES, parse_yaml
 
 _DESCRIPTIVE = ("name", "about", "sources")
-_ALIASES = {"jax": "xla"}
-"""Names by which users call what executes their programs."""
 _DOCUMENTATION = "docs/runtimes.md"
 
 
@@ -39,7 +37,6 @@ def load_runtime(name_or_path: str | os.PathLike[str]) -> RuntimeModel:
         True
     """
     text = os.fspath(name_or_path)
-    text = _ALIASES.get(text, text)
     if text in shipped_runtimes():
         return _shipped(text)
     path = Path(text)
@@ -52,8 +49,8 @@ def load_runtime(name_or_path: str | os.PathLike[str]) -> RuntimeModel:
 def runtime_document(name_or_path: str) -> dict[str, Any]:
     """The YAML document of a runtime model, as it is written. Raises ResourceError: as `load_runtime`."""
     load_runtime(name_or_path)
-    name = _ALIASES.get(name_or_path, name_or_path)
-    path = _shipped_path(name) if name in shipped_runtimes() else Path(name)
+    shipped = name_or_path in shipped_runtimes()
+    path = _shipped_path(name_or_path) if shipped else Path(name_or_path)
     document: dict[str, Any] = parse_yaml(read_text(path, ResourceError, MOST_BYTES), str(path))
     return document
 

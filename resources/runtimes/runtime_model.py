@@ -16,9 +16,11 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
+from distgraph.errors import ResourceError
+from distgraph.plan.capabilities import ANY, Capabilities
 from distgraph.resources.cluster import Cluster, Device, Fraction
 from distgraph.resources.host_times import HostTimes
-from distgraph.resources.units import Seconds, Size
+from distgraph.resources.units import Seconds, Size, format_bytes
 from distgraph.serialization.documents import documented
 
 Kinds = Literal["published", "implementation", "measured", "fitted", "guess"]
@@ -178,6 +180,7 @@ class RuntimeModel:
 
     Attributes:
         name, about: of the runtime.
+        executes: what it executes of a plan; a search for it offers nothing else.
         overlap: collectives that run while the device computes.
         messages: between stages.
         gradients: reductions of gradients.
@@ -191,6 +194,7 @@ class RuntimeModel:
 
     name: Text
     about: Text
+    executes: Capabilities = ANY
     overlap: Overlap = Overlap()
     messages: Messages = Messages()
     gradients: Gradients = Gradients()
@@ -205,6 +209,9 @@ class RuntimeModel:
 
         Devices have the memory that the runtime leaves to programs, and its host times. So code that knows
         only the cluster, such as a search, keeps to them.
+
+        Raises:
+            ResourceError: a device has no memory left for programs.
         """
         devices = tuple(map(self._device, cluster.devices))
         memory = replace(self.memory, usable=1.0, context=0.0)
@@ -212,4 +219,11 @@ class RuntimeModel:
 
     def _device(self, device: Device) -> Device:
         compute = replace(device.compute, host=device.compute.host.replaced_by(self.host))
-        return replace(device, memory=self.memory.available(device.memory), compute=compute)
+        memory = self.memory.available(device.memory)
+        if memory <= 0:
+            raise ResourceError(
+                f"device {device.index} has {format_bytes(device.memory)} but runtime {self.name} lets "
+                f"programs use {self.memory.usable:.0%} less {format_bytes(self.memory.context)}; take a "
+                f"larger device, or another runtime"
+            )
+        return replace(device, memory=memory, compute=compute)

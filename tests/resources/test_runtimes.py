@@ -25,9 +25,8 @@ sources:
 
 
 def test_every_shipped_runtime_is_read():
-    assert {"distgraph_cpu", "distgraph_gpu", "torch", "megatron", "deepspeed", "xla"} == set(
-        shipped_runtimes()
-    )
+    names = {"distgraph_cpu", "distgraph_gpu", "torch", "jax", "megatron", "deepspeed", "xla"}
+    assert names == set(shipped_runtimes())
     for name in shipped_runtimes():
         model = load_runtime(name)
         assert model.name == name

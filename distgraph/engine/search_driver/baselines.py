@@ -203,6 +203,11 @@ def evaluate_mesh2d(state: SearchState) -> Iterator[Event]:
         ShardingError: the annotations do not fit, or no algorithm fits a mesh.
     """
     reasons: list[DistGraphError] = []
+    if state.runtime is not None and not state.runtime.executes.matmul_algorithms:
+        raise ShardingError(
+            f"mode mesh2d searches distributed algorithms of matrix products, which runtime "
+            f'{state.runtime.name} does not execute; search in mode "auto", or take another runtime'
+        )
     for algorithm in (name for name in MATMUL_ALGORITHMS if name in ALGORITHMS):
         yield Event(f"mesh2d, {algorithm}")
         try:
@@ -220,11 +225,11 @@ def evaluate_mesh2d_where_it_gains(state: SearchState) -> Iterator[Event]:
 
     It is tried with one micro-batch, and where that needs too much memory with those of the best program.
     """
-    best = state.best
+    best, executes = state.best, state.layout_costs.capabilities
     counts = [1] if best is None else [1, int(best.choices["micro_batches"])]
     for micro_batches in dict.fromkeys(state.constraints.among("micro_batches", counts)):
         limit, fits = math.inf if best is None else best.seconds, False
-        if state.single_stage_breaks() or state.layout_costs.named_axes:
+        if state.single_stage_breaks() or state.layout_costs.named_axes or not executes.matmul_algorithms:
             return
         for build in mesh2d_where_it_gains(state.layout_costs, micro_batches, limit, _MOST_SHAPES_OF_AUTO):
             if state.expired():

@@ -18,6 +18,7 @@ from distgraph.engine.compile.strategy_passes import strategy_pipeline
 from distgraph.engine.search_driver.layout_costs import LayoutCosts, LayoutQuery
 from distgraph.engine.search_driver.restrictions import Restriction, zero_of
 from distgraph.engine.search_driver.search_space import Shape
+from distgraph.errors import ShardingError
 from distgraph.ir.gc_pause import collector_paused
 from distgraph.ir.graph import Graph
 from distgraph.ir.mesh import ProcessMesh
@@ -27,6 +28,7 @@ from distgraph.passes.search.intra_op.chosen_layouts import Layouts
 from distgraph.passes.search.intra_op.cost_model import MOST_AXES
 from distgraph.passes.search.intra_op.formulate import Formulation
 from distgraph.passes.search.layering.layered_graph import LayeredGraph
+from distgraph.plan.apply.stage_layouts import layouts_of
 from distgraph.plan.decisions import Decisions
 from distgraph.plan.plan import Found, Plan, Program
 from distgraph.plan.strategy import with_decisions
@@ -200,6 +202,8 @@ def broken_constraint(candidate: Candidate, layout_costs: LayoutCosts) -> str:
     if not all(layout_costs.allows(candidate.micro_batches, stage.shape) for stage in candidate.stages):
         return "axes of annotations"
     borders = [stage.first for stage in candidate.stages[1:]]
+    if len(candidate.stages) > 1 and not layout_costs.capabilities.among([candidate.schedule]):
+        return f"runtime={layout_costs.runtime_name}"
     layers = len(layout_costs.all_layers(candidate.micro_batches))
     equal = len({stage.shape for stage in candidate.stages}) == 1
     zero = zero_of(candidate.restriction)
@@ -220,7 +224,25 @@ def constraint_broken_by(program: BuiltCandidate, layout_costs: LayoutCosts) -> 
     split, usable = split_by_data_axes(program.completed), len(layout_costs.devices)
     if max(program.devices) >= usable:
         return f"devices={usable}"
+    if refusal := refusal_by_runtime(program, layout_costs):
+        return f"runtime={layout_costs.runtime_name} ({refusal})"
     return layout_costs.constraints.broken_by(program.decisions, borders, layers, equal, split)
+
+
+def refusal_by_runtime(program: BuiltCandidate, layout_costs: LayoutCosts) -> str:
+    """Why the runtime does not execute a program; "" where it does."""
+    capabilities, schedule = layout_costs.capabilities, program.decisions.schedule
+    if program.completed.algorithms and not capabilities.matmul_algorithms:
+        return "products by distributed algorithms"
+    if len(dict.fromkeys(program.completed.meshes)) > 1 and not capabilities.among([schedule]):
+        return f"schedule {schedule}"
+    if capabilities.axes == "any":
+        return ""
+    try:
+        layouts_of(plan_of(program, layout_costs))
+    except ShardingError as error:
+        return str(error)
+    return ""
 
 
 def split_by_data_axes(graph: Graph) -> int:

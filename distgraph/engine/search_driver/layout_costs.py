@@ -26,7 +26,7 @@ import numpy as np
 
 from distgraph.engine.compile.compile_request import CompileRequest
 from distgraph.engine.compile.op_positions import layers_by_first_ops
-from distgraph.engine.search_driver.restrictions import Restriction, restricted, restriction_of
+from distgraph.engine.search_driver.restrictions import BATCH_AXIS, Restriction, restricted, restriction_of
 from distgraph.engine.search_driver.search_space import Shape, devices_for, shapes_of
 from distgraph.engine.search_driver.worker_pool import parallel_map
 from distgraph.errors import InfeasibleError
@@ -40,6 +40,7 @@ from distgraph.passes.search.intra_op.warm_start import Ints, corresponding_ops,
 from distgraph.passes.search.layering.layer_sequence import cluster_layers, layering
 from distgraph.passes.search.layering.layered_graph import LayeredGraph
 from distgraph.passes.search.solver.problem import Problem, Solution
+from distgraph.plan.capabilities import ANY, Capabilities
 from distgraph.plan.constraints import FREE, SearchConstraints
 from distgraph.resources import Cluster, CollectiveCost, shared_cost
 from distgraph.resources.runtimes.runtime_model import RuntimeModel
@@ -246,16 +247,33 @@ class LayoutCosts:
 
     def shapes(self, micro_batches: int, pool: Pool, size: int) -> tuple[Shape, ...]:
         """Logical meshes for `size` devices of a pool on which annotations without a mesh hold."""
-        shapes = shapes_of(pool, size, self.named_axes)
+        shapes = shapes_of(pool, size, self.named_axes, tensor_alone=self.one_use)
         return tuple(shape for shape in shapes if self.allows(micro_batches, shape))
 
     def allows(self, micro_batches: int, shape: Shape) -> bool:
-        """Whether annotations without a mesh hold on meshes of a shape."""
+        """Whether annotations without a mesh hold on meshes of a shape, and the runtime executes it."""
         if not shape.has(self.named_axes):
+            return False
+        if self.one_use and (shape.samples or self.request.size // micro_batches % shape.parts_of_batch):
             return False
         graph, mesh = self.layered_graph(micro_batches).graph, shape.mesh()
         given = ((graph.producers[name], axes) for name, axes in graph.op_axes.items())
         return all(options_with_axes(op, mesh, axes) for op, axes in given)
+
+    @property
+    def one_use(self) -> bool:
+        """Whether every axis of a mesh splits either samples or other dims."""
+        return self.capabilities.axes == "one_use"
+
+    @property
+    def runtime_name(self) -> str:
+        """Of what executes the plan."""
+        return "distgraph" if self.runtime is None else self.runtime.name
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the runtime executes of a plan."""
+        return ANY if self.runtime is None else self.runtime.executes
 
     @cached_property
     def restriction(self) -> Restriction:
@@ -297,7 +315,12 @@ class LayoutCosts:
         key = layered.graph.micro_batches, layered.recompute, devices, shape
         if key not in self._formulations:
             self._formulations[key] = formulate(
-                layered.graph, shape.mesh(), self.cost_model(devices), layered.layering, folded=layered.fold
+                layered.graph,
+                shape.mesh(),
+                self.cost_model(devices),
+                layered.layering,
+                folded=layered.fold,
+                batch_axis=BATCH_AXIS if self.one_use else None,
             )
         return self._formulations[key]
 

@@ -103,7 +103,8 @@ class PipelineSearch:
     @property
     def schedules(self) -> tuple[str, ...]:
         """Names of the schedules to try."""
-        return self.layout_costs.constraints.among("schedule", searched_schedules())
+        schedules = self.layout_costs.capabilities.among(searched_schedules())
+        return self.layout_costs.constraints.among("schedule", schedules)
 
     def try_count(self, micro_batches: int) -> None:
         """Add the best pipeline for a micro-batch count, if any fits."""

@@ -52,6 +52,11 @@ class Shape:
         """A mesh of this shape on consecutive ranks; always the same object."""
         return _mesh(self, start)
 
+    @property
+    def parts_of_batch(self) -> int:
+        """Ranks along the axis of the batch."""
+        return dict(self.axes).get(_DATA, 1)
+
     def has(self, axes: Collection[str]) -> bool:
         """Whether each of these axes has more than one rank."""
         wide = {name for name, size in self.axes if size > 1}
@@ -167,12 +172,15 @@ def _shares(machines: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys((*spread, machines)))
 
 
-def shapes_of(pool: Pool, size: int, named: Collection[str] = ()) -> tuple[Shape, ...]:
+def shapes_of(
+    pool: Pool, size: int, named: Collection[str] = (), *, tensor_alone: bool = False
+) -> tuple[Shape, ...]:
     """Logical meshes of one and two axes for `size` devices of a pool.
 
     One axis is one that any op may use for anything. Of two, the major one is called dp and the minor one tp,
     after what they mostly turn out to be; no op is bound by these names, unless annotations name axes: then
-    every shape has these, and a machine may be one axis tp.
+    every shape has these, and a machine may be one axis tp. It may where that axis is to stand alone for what
+    does not split the batch (`tensor_alone`), too.
 
     Example:
         >>> [str(shape) for shape in shapes_of(Pool.grid("a", 2, 4), 8)]
@@ -185,7 +193,7 @@ def shapes_of(pool: Pool, size: int, named: Collection[str] = ()) -> tuple[Shape
         n for n in range(2, min(inner, max(_WIDEST, 1)) + 1) if size % n == 0 and inner % n == 0 and n < size
     ]
     shapes = [Shape(((_DATA, size),)), *(Shape(((_DATA, size // n), (_TENSOR, n))) for n in reversed(minors))]
-    if named and 1 < size <= pool.machine:
+    if (named or tensor_alone) and 1 < size <= pool.machine:
         shapes.append(Shape(((_TENSOR, size),)))
     return tuple(shape for shape in shapes if shape.has(named))
 

@@ -88,6 +88,8 @@ class SearchState:
 
     def __post_init__(self) -> None:
         self.expired = partial(_expired, self.stopped, self.clock, self.clock() + self.seconds)
+        if self.runtime is not None:
+            self.constraints = self.constraints.under(self.runtime.name, self.runtime.executes)
         self.cluster = with_memory(self.cluster, self.constraints)
         pools, limits = pools_of(self.cluster, self.constraints.devices), (self.expired, self.processes)
         self.layout_costs = LayoutCosts(

@@ -30,6 +30,7 @@ from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import AxisAttr, DistAttr, OpAxes, ShardSpec
 from distgraph.passes.complete import follow
 from distgraph.passes.redistribution.tiles import without_unit_axes
+from distgraph.passes.search.intra_op.axis_uses import AxisUses
 from distgraph.passes.search.intra_op.strategies import Specs, Strategies, strategies_of
 from distgraph.passes.search.layering.layer_folding import Fold, FoldedValue
 from distgraph.passes.search.layering.liveness import Lifetimes
@@ -108,22 +109,32 @@ class Nodes:
         return tuple(spec for spec, _ in self.options(value))
 
 
-def nodes_of(fold: Fold, mesh: ProcessMesh, lifetimes: Lifetimes) -> Nodes:
+def nodes_of(fold: Fold, mesh: ProcessMesh, lifetimes: Lifetimes, uses: AxisUses | None = None) -> Nodes:
     """Nodes of ops and values on a mesh.
 
+    Args:
+        fold: the graph.
+        mesh: where it is laid out.
+        lifetimes: of the values.
+        uses: what axes may split; None for anything.
+
     Raises:
-        ShardingError: annotations do not fit the mesh, or contradict each other.
+        ShardingError: annotations do not fit the mesh or the uses of its axes, or contradict each other.
     """
     nodes = Nodes([], {}, {}, _annotations(fold, mesh))
+    if uses is not None:
+        for number, annotation in nodes.pinned.items():
+            uses.check_annotation(number, annotation)
     for number, op in enumerate(fold.ops):
         if op.op.kind not in SOURCES:
             nodes.of_op[number] = len(nodes.all)
             attr, axes = nodes.pinned.get(op.results[0]), fold.graph.op_axes.get(op.op.name)
-            nodes.all.append(OpNode(number, _strategies(op.op, mesh, attr, axes)))
+            every = _strategies(op.op, mesh, attr, axes)
+            nodes.all.append(OpNode(number, every if uses is None else uses.strategies(number, every)))
     for number, value in enumerate(fold.values):
         if _has_node(fold, number, value, lifetimes, nodes.pinned):
             nodes.of_value[number] = len(nodes.all)
-            nodes.all.append(ValueNode(number, _options(fold, number, mesh, nodes)))
+            nodes.all.append(ValueNode(number, _options(fold, number, mesh, nodes, uses)))
     return nodes
 
 
@@ -199,7 +210,9 @@ def _has_node(
     return lifetimes.of[number].kind in ("activation", "fixed") and producer.op.kind != "accumulate"
 
 
-def _options(fold: Fold, number: int, mesh: ProcessMesh, nodes: Nodes) -> tuple[Stored, ...]:
+def _options(
+    fold: Fold, number: int, mesh: ProcessMesh, nodes: Nodes, uses: AxisUses | None
+) -> tuple[Stored, ...]:
     """The options of a value's storage: see the module docstring."""
     value = fold.values[number]
     op, produced = fold.ops[value.producer].op, nodes.produced(value)
@@ -212,6 +225,8 @@ def _options(fold: Fold, number: int, mesh: ProcessMesh, nodes: Nodes) -> tuple[
         single = [nodes.pinned[number].spec]
     elif produced is None:
         single = list(strategies_of(op, mesh).result_specs[0])
+        if op.kind == "input" and uses is not None:
+            single = uses.inputs(tuple(single))
     else:
         never_partial = value.leaves or value.replaces >= 0
         reduced = [spec.without_partial() for spec in produced]

@@ -42,6 +42,7 @@ from functools import cached_property
 from distgraph.ir.graph import Graph
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.passes.search.intra_op.alternatives import Decision, Neighbourhoods
+from distgraph.passes.search.intra_op.axis_uses import axis_uses
 from distgraph.passes.search.intra_op.chosen_layouts import Layouts, Profile
 from distgraph.passes.search.intra_op.cost_model import CostModel
 from distgraph.passes.search.intra_op.cost_terms import TermBuilder, Terms
@@ -134,6 +135,7 @@ def formulate(
     layering: Layering | None = None,
     *,
     folded: Fold | None = None,
+    batch_axis: str | None = None,
 ) -> Formulation:
     """Formulate the search for layouts on one mesh.
 
@@ -143,14 +145,16 @@ def formulate(
         cost_model: seconds of ops and changes of layout on the devices of the ranks.
         layering: the layers; equal layers get equal layouts. None decides every op separately.
         folded: the fold of this graph and layering, if the caller has it.
+        batch_axis: the axis that splits samples and nothing else, where every axis has one use (see
+            `axis_uses`); None where any axis may split anything.
 
     Raises:
-        ShardingError: annotations do not fit the mesh, or contradict each other.
+        ShardingError: annotations do not fit the mesh or the uses of its axes, or contradict each other.
         ResourceError: the resource file has no number that a cost needs.
     """
     folded = fold(graph, layering) if folded is None else folded
     lifetimes = Lifetimes(folded)
-    nodes = nodes_of(folded, mesh, lifetimes)
+    nodes = nodes_of(folded, mesh, lifetimes, axis_uses(folded, batch_axis) if batch_axis else None)
     return Formulation(
         graph,
         mesh,

@@ -43,7 +43,7 @@ def other_choices(program: BuiltCandidate, layout_costs: LayoutCosts) -> Iterato
     several = len(program.completed.meshes) > 1
     if program.candidate is not None and program.candidate.interleaved:
         several = False  # the other schedules are for one visit of each stage
-    schedules = searched_schedules() if several else ()
+    schedules = layout_costs.capabilities.among(searched_schedules()) if several else ()
     if several and layout_costs.runtime is None:
         last = substituted_schedules()
         schedules += tuple(name for name in last if schedule_policy(name).chunked_table is None)
