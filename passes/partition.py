@@ -10,13 +10,13 @@ Invariant: ranks of one mesh run the same ops in the same order; only shapes, of
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from distgraph.ir.collective_registry import Collective, RankCall, is_collective
+from distgraph.ir.collective_registry import Collective, RankCall, is_collective, of_one_tensor
 from distgraph.ir.collectives import collective_of
 from distgraph.ir.dtypes import itemsize
 from distgraph.ir.gc_pause import collector_paused
@@ -170,13 +170,30 @@ def _comm(graph: Graph, op: Op, rank: int, number: int) -> tuple[str, dict[str, 
         tiles = tiles_by_rank(op.result.shape, source, target).get(rank, ())
         return "exchange", _exchange(op, tiles, source, target, rank, number)
     group = () if declared.local else mesh.group(rank, tuple(op.attrs.get("axes", ())))
-    arguments = declared.arguments(RankCall(op, source, target, rank, group)) if declared.arguments else {}
+    calls = [
+        RankCall(single, graph.attrs[single.operands[0].name], graph.attrs[single.name], rank, group)
+        for single in (of_one_tensor(op, position) for position in range(len(op.results)))
+    ]
+    arguments = _arguments(declared, op, calls)
     if declared.local:
-        return op.kind, dict(arguments)
+        return op.kind, arguments
     larger = op.results if declared.growth > 0 else op.operands
     shapes = (graph.attrs[value.name].spec.local_shape(value.shape, mesh, rank) for value in larger)
     size = itemsize(op.results[0].dtype) * sum(map(math.prod, shapes))
     return op.kind, {"group": group, **arguments, "wire": declared.sent_share(len(group)) * size}
+
+
+def _arguments(declared: Collective, op: Op, calls: Sequence[RankCall]) -> dict[str, Any]:
+    """Arguments of the transport call: of pieces of several tensors, one of each for every tensor.
+
+    What the op states once, such as the reduction, is stated once.
+    """
+    if declared.arguments is None:
+        return {}
+    if len(calls) == 1 or declared.fusible != "pieces":
+        return dict(declared.arguments(calls[0]))
+    each = [declared.arguments(call) for call in calls]
+    return {name: op.attrs.get(name, tuple(given[name] for given in each)) for name in each[0]}
 
 
 def _halo(op: Op, source: DistAttr, target: DistAttr, rank: int, number: int) -> dict[str, Any]:

@@ -35,6 +35,7 @@ PIPELINE = (
     "reshard",
     "lower",
     "bucket_gradients",
+    "bucket_parameters",
     "fuse_reductions",
     "split_tasks",
     "partition",
@@ -67,8 +68,9 @@ class Pipeline:
         """The pipeline with passes added, removed and replaced.
 
         Args:
-            changes: those of `Strategy(passes=...)`: "name" adds a pass behind those that give its stage,
-                "-name" removes one, and "name=other" puts another in its place.
+            changes: those of `Strategy(passes=...)`: "name" adds a pass behind those that give its stage (but
+                before those that have to stand after it), "-name" removes one, and "name=other" puts another
+                in its place.
 
         Raises:
             ShardingError: a pass does not exist, is not in the pipeline or is in it already, or the passes
@@ -135,9 +137,13 @@ def _change(passes: list[Pass], change: str) -> None:
 
 
 def _add(passes: list[Pass], added: Pass) -> None:
-    """Insert a pass behind all that give its stage, or an earlier one."""
+    """Insert a pass behind all that give its stage, or an earlier one, but before those to stand after it."""
     level = STAGES.index(added.stage)
-    passes.insert(sum(STAGES.index(each.stage) <= level for each in passes), added)
+    end = sum(STAGES.index(each.stage) <= level for each in passes)
+    later = (
+        n for n, each in enumerate(passes[:end]) if added.name in each.after and each.stage == added.stage
+    )
+    passes.insert(next(later, end), added)
 
 
 def pipeline(changes: Iterable[str] = ()) -> Pipeline:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, cast
 
@@ -33,6 +33,7 @@ from distgraph.ir.sharding_spec import DistAttr, ShardSpec
 Dims = tuple[tuple[str, ...], ...]
 Traffic = Literal["ring", "pairs", "tiles", "none"]
 ResultMemory = Literal["new", "operand", "replaced"]
+Fusible = Literal["", "block", "pieces"]
 SplitRule = Literal["", "leads_to", "worth_scattering", "worth_slicing"]
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -165,8 +166,10 @@ class Collective:
         result_memory: where the result is written. "new": in newly allocated memory. "operand": in the memory
             of the operand, if nothing else reads it. "replaced": also in that of the parameter it replaces.
         view: whether the result aliases the operand's memory (see `OpDef.view`); only where nothing is sent.
-        fusible: whether one message may reduce several tensors: an op with several operands and one result
-            for each of them, which the transport gets as one flat block of memory.
+        fusible: whether and how one message may carry several tensors, in an op with several operands and one
+            result for each of them. "block": the transport gets one flat block of memory. "pieces": the call
+            `<name>_pieces` packs for each member its pieces of all tensors; the op has the attribute `dims`
+            in place of `dim`, with one entry for each tensor (see `of_one_tensor`).
     """
 
     name: str
@@ -183,7 +186,7 @@ class Collective:
     packed: Mapping[str, str] = field(default_factory=dict)
     result_memory: ResultMemory = "new"
     view: View = ""
-    fusible: bool = False
+    fusible: Fusible = ""
 
     @property
     def local(self) -> bool:
@@ -251,6 +254,23 @@ def collective_of(kind: str) -> Collective | None:
 def is_collective(op: Op) -> bool:
     """Whether an op is a collective, whose result has another layout than its operand."""
     return collective_of(op.kind) is not None
+
+
+def of_one_tensor(op: Op, position: int) -> Op:
+    """The collective of one of the tensors that an op sends in one message.
+
+    >>> from distgraph.ir.graph import Value
+    >>> x, y, a, b = (Value(name, (4, 4), "f32") for name in "xyab")
+    >>> op = Op("comm.all_gather", (x, y), (a, b), {"axes": ("dp",), "dims": (0, 1)})
+    >>> of_one_tensor(op, 1).result.name, of_one_tensor(op, 1).attrs
+    ('b', {'axes': ('dp',), 'dim': 1})
+    """
+    if len(op.results) == 1:
+        return op
+    attrs = {name: value for name, value in op.attrs.items() if name != "dims"}
+    if "dims" in op.attrs:
+        attrs["dim"] = op.attrs["dims"][position]
+    return replace(op, operands=(op.operands[position],), results=(op.results[position],), attrs=attrs)
 
 
 EACH_MICRO_BATCH = "each_micro_batch"

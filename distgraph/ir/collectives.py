@@ -19,7 +19,9 @@
 
 What has a root is only read where it is: see `OpDef.root` and the verifier.
 
-An all_reduce may have several operands, which one message reduces: `%a, %b = comm.all_reduce(%x, %y)`.
+An all_reduce, reduce_scatter or all_gather may have several operands, which one message carries:
+`%a, %b = comm.all_reduce(%x, %y)`. The dims that an all_gather or a reduce_scatter works on are then in the
+attribute `dims`, one for each operand.
 
 The largest rank's block counts; where a group's blocks are uneven, a rank sends up to g-1 of the largest of
 them, but never more than all there is.
@@ -308,6 +310,7 @@ for _collective in (
         arguments=_gather_arguments,
         packed={"result": "dim"},
         result_memory="replaced",
+        fusible="pieces",
     ),
     Collective(
         "all_to_all",
@@ -342,7 +345,7 @@ for _collective in (
         parameters=("group", "reduction"),
         arguments=lambda call: {"reduction": call.op.attrs["reduction"]},
         result_memory="operand",
-        fusible=True,
+        fusible="block",
     ),
     Collective(
         "reduce_scatter",
@@ -356,6 +359,7 @@ for _collective in (
         parameters=("dim", "sizes", "reduction", "group"),
         arguments=_scatter_arguments,
         packed={"operand": "dim"},
+        fusible="pieces",
     ),
     Collective("permute", _larger_block, "tiles", steps=_permutes, tie_break=1.25e-3),
     Collective("halo", _larger_block, "tiles"),

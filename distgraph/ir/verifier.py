@@ -8,14 +8,14 @@ lowered    also: every change of layout is one collective that makes exactly thi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
 from distgraph.errors import DistGraphError, GraphError, ShardingError
-from distgraph.ir.collective_registry import StepAttrs, halo_windows
+from distgraph.ir.collective_registry import StepAttrs, halo_windows, of_one_tensor
 from distgraph.ir.collectives import COLLECTIVES
 from distgraph.ir.graph import ROLES, SOURCES, Graph, Op, Value
 from distgraph.ir.index_rule import OpLayout, representable
@@ -344,17 +344,29 @@ def _check_comm(graph: Graph, op: Op) -> None:
     kind = op.kind.removeprefix("comm.")
     if len(op.operands) > 1 and not COLLECTIVES[kind].fusible:
         _fault(graph, op, _CALL, op.kind, f"{kind} takes one tensor but has {len(op.operands)}")
-    for operand, result in zip(op.operands, op.results, strict=True):
+    if len(op.operands) > 1 and COLLECTIVES[kind].fusible == "pieces":
+        dims = op.attrs.get("dims")
+        if not isinstance(dims, tuple) or len(dims) != len(op.operands):
+            message = f"one {kind} of {len(op.operands)} tensors has as many dims but dims is {dims}"
+            _fault(graph, op, _CALL, op.kind, message)
+    for position, (operand, result) in enumerate(zip(op.operands, op.results, strict=True)):
         first, attrs = op.operands[0], graph.attrs
         if operand.dtype != first.dtype or attrs[operand.name].mesh != attrs[first.name].mesh:
-            given = (f"{value.type} on {attrs[value.name].mesh}" for value in (first, operand))
-            message = f"one {kind} takes tensors of one dtype on one mesh but has {' and '.join(given)}"
+            types = (f"{value.type} on {attrs[value.name].mesh}" for value in (first, operand))
+            message = f"one {kind} takes tensors of one dtype on one mesh but has {' and '.join(types)}"
             _fault(graph, op, _CALL, f"%{operand.name}", message)
-        _check_move(graph, op, kind, graph.attrs[operand.name], graph.attrs[result.name])
+        single = of_one_tensor(op, position)
+        _check_move(graph, op, kind, graph.attrs[operand.name], graph.attrs[result.name], single.attrs)
 
 
-def _check_move(graph: Graph, op: Op, kind: str, source: DistAttr, target: DistAttr) -> None:
-    """Check that a collective leads from the layout of one operand to that of its result."""
+def _check_move(
+    graph: Graph, op: Op, kind: str, source: DistAttr, target: DistAttr, given: Mapping[str, Any]
+) -> None:
+    """Check that a collective leads from the layout of one operand to that of its result.
+
+    Args:
+        given: attributes of the collective of this operand alone.
+    """
     fault = partial(_fault, graph, op)
     if kind == "halo":
         _check_halo(graph, op)
@@ -366,10 +378,10 @@ def _check_move(graph: Graph, op: Op, kind: str, source: DistAttr, target: DistA
     if source.mesh != target.mesh:
         fault(_CALL, op.kind, f"{kind} stays on one mesh but leads from {source.mesh} to {target.mesh}")
     attrs = StepAttrs(
-        tuple(op.attrs.get("axes", ())),
-        op.attrs.get("dim", 0),
-        op.attrs.get("to_dim", 0),
-        op.attrs.get("reduction", "sum"),
+        tuple(given.get("axes", ())),
+        given.get("dim", 0),
+        given.get("to_dim", 0),
+        given.get("reduction", "sum"),
     )
     for axis in attrs.axes:
         if axis not in source.mesh.sizes:

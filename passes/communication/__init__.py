@@ -2,9 +2,16 @@
 
 from distgraph.passes.communication import (
     bucket_gradients,
+    bucket_parameters,
     fuse_reductions,
     gather_parameters,
     shard_gradients,
 )
 
-__all__ = ["bucket_gradients", "fuse_reductions", "gather_parameters", "shard_gradients"]
+__all__ = [
+    "bucket_gradients",
+    "bucket_parameters",
+    "fuse_reductions",
+    "gather_parameters",
+    "shard_gradients",
+]

@@ -1,8 +1,8 @@
 """Reduce the gradients of a step in buckets: several in one message, in the order in which they are computed.
 
 In:   a lowered graph.
-Out:  the same program, in which the all_reduces of gradients over one group are fused into buckets, each of
-      which starts as soon as its last gradient is complete.
+Out:  the same program, in which the all_reduces (under ZeRO the reduce_scatters) of gradients over one group
+      are fused into buckets, each of which starts as soon as its last gradient is complete.
 Invariant: same numbers; to the last bit in one process and over MPI, where a message reduces every element
     in the order of the ranks, whatever its place in the message. Gradients that different tasks complete are
     in different buckets.
@@ -10,58 +10,84 @@ Invariant: same numbers; to the last bit in one process and over MPI, where a me
     %a = comm.all_reduce(%x)
     %b = comm.all_reduce(%y)     ->     %a, %b = comm.all_reduce(%x, %y)
 
-A message of n bytes lasts l + n b: l to start and b for each byte, both from the price of the collective. If
-all gradients of a group have S bytes and a bucket B, the messages cost S / B times l to start, and the last
-one, with B b, ends after the backward part. The sum S l / B + B b is least for B = sqrt(S l / b). A bucket is
-closed when it has B bytes.
+For the size of a bucket see `message_buckets`. What `shard_gradients` scatters in every micro-batch it places
+bucket by bucket: those reduce_scatters share a message that stand together.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterator
 
-from distgraph.ir.collective_registry import collective_of, is_collective
-from distgraph.ir.dtypes import itemsize
-from distgraph.ir.graph import Graph, Op, Value
+from distgraph.ir.collective_registry import is_collective
+from distgraph.ir.graph import SOURCES, Graph, Op, Value
 from distgraph.passes.communication.fuse_reductions import fuse, fusion_key, groups_by_level, is_fusible
+from distgraph.passes.communication.message_buckets import bucket_bytes, cut, mesh_levels
 from distgraph.passes.pass_registry import PassContext, register_pass
-from distgraph.passes.redistribution.planner import BYTE_PRICES, Price, block_volume, latency_price
+from distgraph.passes.redistribution.planner import Price, latency_price
+
+_REDUCTIONS = ("comm.all_reduce", "comm.reduce_scatter")
 
 
-@register_pass("bucket_gradients", stage="lowered", after=("lower",))
+@register_pass("bucket_gradients", stage="lowered", after=("lower", "shard_gradients"))
 def _run(graph: Graph, context: PassContext) -> Graph:
     """Reduce several gradients in one message."""
     return bucket_gradients(graph, context.price)
 
 
 def bucket_gradients(graph: Graph, price: Price = latency_price) -> Graph:
-    """Fuse the all_reduces of gradients; `price` is the cost of one collective.
-
-    A price that counts bytes alone has no cost of a start: then that of `latency_price` counts.
-    """
-    gradients = {op.name for op in graph.ops if _reduces_gradient(graph, op)}
-    if len(gradients) < 2:
+    """Fuse the reductions of gradients; `price` is the cost of one collective."""
+    once = {op.name for op in graph.ops if _reduces_sum(graph, op)}
+    runs = _runs(graph)
+    if len(once) + len(runs) < 2:
         return graph
-    levels = _mesh_levels(graph)
+    levels = mesh_levels(graph)
 
     def key(op: Op) -> Hashable | None:
-        return (fusion_key(graph, op), levels.get(op.name, 0)) if op.name in gradients else None
+        if op.name not in once and op.name not in runs:
+            return None
+        return fusion_key(graph, op), levels.get(op.name, 0), runs.get(op.name)
 
     buckets: list[list[Op]] = []
     position = {value.name: n for n, op in enumerate(graph.ops) for value in op.results}
-    for group in groups_by_level(graph, key):
-        limit = bucket_bytes(graph, group, latency_price if price in BYTE_PRICES else price)
+    groups = groups_by_level(graph, key)
+    alike: dict[Hashable, list[Op]] = {}  # what is scattered in other runs counts for the size of a bucket
+    for op in (op for op in graph.ops if op.name in runs):
+        alike.setdefault(fusion_key(graph, op), []).append(op)
+    for group in groups:
+        counted = alike.get(fusion_key(graph, group[0]), group) if group[0].name in runs else group
         group.sort(key=lambda op: position[_computed(graph, op.operands[0]).name])
-        buckets += _cut(graph, group, limit)
+        buckets += cut(graph, group, bucket_bytes(graph, counted, price))
     return fuse(graph, buckets)
 
 
-def _reduces_gradient(graph: Graph, op: Op) -> bool:
-    if not is_fusible(op) or not op.results[0].size:
+def _reduces_sum(graph: Graph, op: Op) -> bool:
+    """Whether an op reduces a gradient of the step, which the micro-batches have added up."""
+    if op.kind not in _REDUCTIONS or not is_fusible(op) or not op.results[0].size:
         return False
     summed = graph.producers[op.operands[0].name]
     return summed.kind == "accumulate" and summed.role == "backward"
+
+
+def scatters_part(graph: Graph, op: Op) -> bool:
+    """Whether an op scatters the gradient of one micro-batch, whose parts are added up."""
+    if op.kind != "comm.reduce_scatter" or op.role != "backward" or not is_fusible(op):
+        return False
+    users = graph.users[op.name]
+    return bool(op.results[0].size and users) and all(user.kind == "accumulate" for user in users)
+
+
+def _runs(graph: Graph) -> dict[str, int]:
+    """Reduce_scatter of the gradient of a micro-batch -> number of the run of such ops that it is in."""
+    return dict(_numbered_runs(graph))
+
+
+def _numbered_runs(graph: Graph) -> Iterator[tuple[str, int]]:
+    number = 0
+    for op in graph.ops:
+        if scatters_part(graph, op):
+            yield op.name, number
+        elif op.kind not in SOURCES:
+            number += 1
 
 
 def _computed(graph: Graph, value: Value) -> Value:
@@ -71,53 +97,3 @@ def _computed(graph: Graph, value: Value) -> Value:
         value = producer.operands[0]
         producer = graph.producers[value.name]
     return value
-
-
-def bucket_bytes(graph: Graph, group: list[Op], price: Price) -> float:
-    """Bytes at which a bucket is closed, for the all_reduces of one group; infinite if bytes cost nothing."""
-    first, total = group[0], sum(_nbytes(graph, op) for op in group)
-    mesh, axes = graph.attrs[first.name].mesh, tuple(first.attrs["axes"])
-    members, declared = mesh.count(axes), collective_of(first.kind)
-    assert declared is not None
-    share = declared.sent_share(members)
-
-    def seconds(nbytes: float) -> float:
-        return price(declared.name, share * nbytes, members, mesh, axes)
-
-    slope = (seconds(total) - seconds(total / 2)) / (total / 2)
-    start = max(0.0, seconds(1) - slope)
-    return math.sqrt(total * start / slope) if slope > 0 else math.inf
-
-
-def _cut(graph: Graph, ops: Iterable[Op], limit: float) -> list[list[Op]]:
-    """Consecutive ops in buckets, each closed when it has `limit` bytes."""
-    buckets: list[list[Op]] = [[]]
-    size = 0.0
-    for op in ops:
-        if buckets[-1] and size >= limit:
-            buckets.append([])
-            size = 0.0
-        buckets[-1].append(op)
-        size += _nbytes(graph, op)
-    return buckets
-
-
-def _nbytes(graph: Graph, op: Op) -> int:
-    """Bytes of the largest block of an operand."""
-    value = op.operands[0]
-    attr = graph.attrs[value.name]
-    return itemsize(value.dtype) * block_volume(value.shape, attr.mesh, attr.spec)
-
-
-def _mesh_levels(graph: Graph) -> dict[str, int]:
-    """Value -> changes of mesh on the longest path to it, which are those of one task; none on one mesh."""
-    ranks = {mesh: mesh.rank_set for mesh in graph.meshes}
-    if len(set(ranks.values())) == 1:
-        return {}
-    places = {name: ranks[attr.mesh] for name, attr in graph.attrs.items()}
-    levels: dict[str, int] = {}
-    for op in graph.ops:
-        here = places[op.name]
-        level = max((levels[v.name] + (places[v.name] != here) for v in op.operands), default=0)
-        levels.update((value.name, level) for value in op.results)
-    return levels

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import replace
+from typing import Any
 
 from distgraph.ir.collective_registry import collective_of
 from distgraph.ir.graph import Graph, Op
@@ -46,33 +47,35 @@ def fuse_reductions(graph: Graph) -> Graph:
 def is_fusible(op: Op) -> bool:
     """Whether an op is a collective of one tensor that may share a message with others."""
     declared = collective_of(op.kind)
-    return declared is not None and declared.fusible and len(op.operands) == 1
+    return declared is not None and bool(declared.fusible) and len(op.operands) == 1
 
 
 def _is_number(op: Op) -> bool:
-    return op.results[0].size == 1 and is_fusible(op)
+    return op.kind == "comm.all_reduce" and op.results[0].size == 1 and is_fusible(op)
 
 
 def fusion_key(graph: Graph, op: Op) -> Hashable:
     """What reductions have in common that one message may carry and that start in the same task."""
-    mesh, operand = graph.attrs[op.name].mesh, op.operands[0]
-    attrs = tuple(sorted(op.attrs.items()))
+    mesh, operand = graph.attrs[op.operands[0].name].mesh, op.operands[0]
+    declared = collective_of(op.kind)
+    free = ("dim",) if declared is not None and declared.fusible == "pieces" else ()
+    attrs = tuple(sorted((name, value) for name, value in op.attrs.items() if name not in free))
     return op.kind, mesh, attrs, operand.dtype, op.role, graph.producers[operand.name].role
 
 
 def groups_by_level(graph: Graph, key: Callable[[Op], Hashable | None]) -> list[list[Op]]:
     """Ops with equal keys that do not depend on each other, by their level; None is no key.
 
-    Of several ops that reduce the same value, the first is in a group.
+    Of several ops of one key with the same operand, the first is in a group.
     """
     levels: dict[str, int] = {}
     groups: dict[Hashable, list[Op]] = {}
-    reduced: set[str] = set()
+    taken: set[tuple[Hashable, str]] = set()
     for op in graph.ops:
         level = max((levels[value.name] for value in op.operands), default=0)
         group_key = key(op)
-        if group_key is not None and op.operands[0].name not in reduced:
-            reduced.add(op.operands[0].name)
+        if group_key is not None and (group_key, op.operands[0].name) not in taken:
+            taken.add((group_key, op.operands[0].name))
             groups.setdefault((group_key, level), []).append(op)
             level += 1
         levels.update((value.name, level) for value in op.results)
@@ -89,7 +92,8 @@ def fuse(graph: Graph, groups: list[list[Op]]) -> Graph:
     for group in groups:
         if len(group) > 1:
             operands = tuple(op.operands[0] for op in group)
-            joint = replace(group[-1], operands=operands, results=tuple(op.results[0] for op in group))
+            results = tuple(op.results[0] for op in group)
+            joint = replace(group[-1], operands=operands, results=results, attrs=_joint_attrs(group))
             fused.update((op.name, joint) for op in group)
             waiting[joint.name] = len(group)
     if not fused:
@@ -104,6 +108,15 @@ def fuse(graph: Graph, groups: list[list[Op]]) -> Graph:
                 order.add_postponed()
     assert not order.postponed, "fused collectives depend on each other"
     return graph.with_ops(order.ops)
+
+
+def _joint_attrs(group: list[Op]) -> dict[str, Any]:
+    """Attributes of the op in the place of a group; what is sent in pieces has a dim for each tensor."""
+    attrs, declared = dict(group[-1].attrs), collective_of(group[-1].kind)
+    if declared is not None and declared.fusible == "pieces":
+        del attrs["dim"]
+        attrs["dims"] = tuple(op.attrs["dim"] for op in group)
+    return attrs
 
 
 class _Order:

@@ -21,7 +21,7 @@ from distgraph.passes.analysis.op_work import NOTHING, Work, work_of
 from distgraph.passes.partition import LocalOp, LocalTask, RankProgram
 from distgraph.resources import ComputeCost
 from distgraph.resources.runtimes.runtime_model import Kernels
-from distgraph.runtime.program.storage import Storage, nbytes
+from distgraph.runtime.program.storage import Storage, in_one_block, is_fused, nbytes
 
 __all__ = ["NOTHING", "OpCost", "Work"]
 
@@ -136,15 +136,19 @@ class OpCost:
     def _packing_work(self, local: LocalOp, declared: Collective) -> Work:
         """Copies that a rank makes for a collective (see `runtime.transport.collectives`).
 
-        Pieces along a dim other than the first are packed, and an operand that is still read is not reduced
-        in place. The copy of a view that is not contiguous is not modelled. Devices whose messages are moved
-        by other hardware have no such work, because copies there are fast compared to messages.
+        Pieces along a dim other than the first are packed, as are those of several tensors in one message,
+        and an operand that is still read is not reduced in place. The copy of a view that is not contiguous
+        is not modelled. Devices whose messages are moved by other hardware have no such work, because copies
+        there are fast compared to messages.
         """
         if not self.cost.cluster.devices[self.device].compute.host.moves_messages:
             return NOTHING
         operand, result = local.op.operands[0].name, local.op.name
         copied = 0
-        for name, dim in declared.packed.items():
+        if is_fused(local) and not in_one_block(local):
+            values = (*local.op.operands, *local.op.results)
+            copied = sum(nbytes(self.program, value.name) for value in values)
+        for name, dim in declared.packed.items() if len(local.op.results) == 1 else ():
             value = operand if name == "operand" else result
             shape = self.program.types[value][0]
             if math.prod(shape[: local.attrs[dim]]) > 1:

@@ -27,7 +27,7 @@ from distgraph.passes.partition import LocalOp, LocalTask, RankProgram
 from distgraph.runtime.program.code_cache import shared_code
 from distgraph.runtime.program.compiled_task import Arena, CompiledTask
 from distgraph.runtime.program.identifiers import Identifiers, commented, literal
-from distgraph.runtime.program.storage import Storage, is_fused, is_started
+from distgraph.runtime.program.storage import Storage, in_one_block, is_fused, is_started
 from distgraph.runtime.transport import collectives
 from distgraph.runtime.transport.transport import Transport
 
@@ -255,7 +255,7 @@ class Writer:
 
     def collective(self, local: LocalOp) -> None:
         if is_fused(local):
-            self.fused(local)
+            (self.fused if in_one_block(local) else self.pieces)(local)
             return
         op, attrs = local.op, local.attrs
         source = self.read(op.operands[0].name)
@@ -302,6 +302,18 @@ class Writer:
         arguments = [self.argument(op, name, local.attrs[name]) for name in declared.parameters]
         start = self.bind(f"{declared.name}_start", collectives.CALLS[declared.name])
         call = ", ".join((self.comm(op.name), block, *arguments, block))
+        self.line(f"{self.work(op.name)} = {start}({call})", op)
+
+    def pieces(self, local: LocalOp) -> None:
+        """Start a collective of several tensors that the call packs for each member."""
+        op, declared = local.op, local.collective
+        assert declared is not None
+        sources = ", ".join(self.read(value.name) for value in op.operands)
+        targets = ", ".join(self.target(value.name) for value in op.results)
+        arguments = [self.argument(op, name, local.attrs[name]) for name in declared.parameters]
+        function = f"{declared.name}_pieces"
+        start = self.bind(f"{function}_start", collectives.CALLS[function])
+        call = ", ".join((self.comm(op.name), f"({sources})", *arguments, f"({targets})"))
         self.line(f"{self.work(op.name)} = {start}({call})", op)
 
     def argument(self, op: Op, name: str, value: Any) -> str:

@@ -1,7 +1,8 @@
-"""The workspace of kernels: memory that they allocate while they run, on a device with the NumPy kernels.
+"""The workspace of a task: memory that kernels and messages allocate, on a device with the NumPy kernels.
 
 *In:* a rank program and its storage.
-*Out:* for each task, the most bytes that one of its ops allocates apart from the planned buffers.
+*Out:* for each task, the most bytes that one of its ops and the messages under way allocate apart from the
+planned buffers. A message of several tensors is packed until it has been waited for.
 *Invariant:* operands have the layouts that they have in the program: views have the strides of the views that
 `codegen` makes. Nothing is allocated to compute the result.
 
@@ -22,21 +23,30 @@ import numpy as np
 from distgraph.ir.dtypes import to_numpy
 from distgraph.ir.graph import Value
 from distgraph.ir.op_registry import freeze, lookup, workspace
-from distgraph.passes.partition import LocalOp, RankProgram
-from distgraph.runtime.program.storage import Storage
+from distgraph.passes.partition import LocalOp, LocalTask, RankProgram
+from distgraph.runtime.program.storage import Storage, in_one_block, is_fused, nbytes
 
 Shell = np.ndarray[Any, Any]
 """An array with shape, dtype and strides but no memory of its own."""
 
 
 def task_workspace(program: RankProgram, storage: Storage) -> dict[str, int]:
-    """Task -> the most bytes that one of its ops allocates."""
+    """Task -> the most bytes that one of its ops allocates, with the packed messages that are under way."""
     shells = _OperandShells(program, storage)
     cache: dict[object, int] = {}
-    return {
-        task.name: max((_op_workspace(local, shells, cache) for local in task.ops), default=0)
-        for task in program.tasks
-    }
+    return {task.name: _task_workspace(task, shells, cache) for task in program.tasks}
+
+
+def _task_workspace(task: LocalTask, shells: _OperandShells, cache: dict[object, int]) -> int:
+    most, packed = 0, dict[str, int]()  # message -> bytes
+    for number, local in enumerate(task.ops):
+        for name in shells.storage.waits.get((task.name, number), ()):
+            packed.pop(name, None)
+        if is_fused(local) and not in_one_block(local):
+            values = (*local.op.operands, *local.op.results)
+            packed[local.op.name] = sum(nbytes(shells.program, value.name) for value in values)
+        most = max(most, sum(packed.values()) + _op_workspace(local, shells, cache))
+    return most
 
 
 def _op_workspace(local: LocalOp, shells: _OperandShells, cache: dict[object, int]) -> int:

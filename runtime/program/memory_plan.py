@@ -19,7 +19,7 @@ from distgraph.ir.op_registry import lookup
 from distgraph.passes.partition import LocalOp, LocalTask, RankProgram
 from distgraph.runtime.program.memory_packing import Block, pack_once
 from distgraph.runtime.program.ring_buffer_sizes import RankClocks, outstanding, rank_clocks, window
-from distgraph.runtime.program.storage import Place, Slot, Storage, is_fused, is_started, nbytes
+from distgraph.runtime.program.storage import Place, Slot, Storage, in_one_block, is_fused, is_started, nbytes
 from distgraph.runtime.schedule.task_order import Schedule
 
 _ALIGN = 64
@@ -123,7 +123,7 @@ class StoragePlan:
                     self.put(value.name, Slot("view", root, contiguous))
                     self.viewed[value.name] = local
                 self.uses.setdefault(self.slots[value.name].root, []).append(place)
-            if is_fused(local):
+            if in_one_block(local):
                 self.storage.fused[local.op.name] = tuple(value.name for value in local.op.results)
 
     def alias(self, local: LocalOp, position: int) -> tuple[str, bool] | None:
@@ -137,7 +137,8 @@ class StoragePlan:
         declared = local.collective
         if declared is not None and declared.result_memory == "operand":
             operand = op.operands[position].name
-            fits = self.is_only_reader(operand) and not (is_fused(local) and self._is_part_of_fused(operand))
+            joined = in_one_block(local) and self._is_part_of_fused(operand)
+            fits = self.is_only_reader(operand) and not joined
             return (self.slots[operand].root, True) if fits else None
         if position > 0:
             return None
@@ -249,7 +250,8 @@ class StoragePlan:
                     waits.setdefault(place, []).append(result)
                     for root in roots:
                         self.uses[root].append(place)
-                for value in local.op.operands if local.mode != "recv" else ():
+                packed = is_fused(local) and not in_one_block(local)  # what is sent is a copy
+                for value in local.op.operands if local.mode != "recv" and not packed else ():
                     self.uses[self.slots[value.name].root].append(place)
             self.storage.late[task.name] = tuple(late)
         self.storage.waits = {place: tuple(names) for place, names in waits.items()}
@@ -308,7 +310,7 @@ class StoragePlan:
             gathered = (  # the shards of a new value come together where the old one was
                 local.collective is not None
                 and local.collective.result_memory == "replaced"
-                and self.slots[local.op.operands[0].name].root != old
+                and all(self.slots[v.name].root != old for v in local.op.operands)
                 and not self._sends(old)
             )
             written = (  # such as a narrow parameter, cast from its master copy

@@ -55,8 +55,8 @@ class Storage:
             memory is written.
         lives: root of a persistent or ring value -> tasks that use it, from the first to the last of which it
             is alive.
-        fused: name of a collective of several tensors -> its results, whose roots have one block of memory
-            in this order: it is what the transport gets.
+        fused: name of a collective of several tensors in one block -> its results, whose roots have one block
+            of memory in this order: it is what the transport gets.
     """
 
     slots: dict[str, Slot]
@@ -95,3 +95,9 @@ def is_started(local: LocalOp) -> bool:
 def is_fused(local: LocalOp) -> bool:
     """Whether an op is a collective of several tensors."""
     return is_started(local) and len(local.op.results) > 1
+
+
+def in_one_block(local: LocalOp) -> bool:
+    """Whether an op is a collective of several tensors whose results have one block of memory."""
+    declared = local.collective
+    return is_fused(local) and declared is not None and declared.fusible == "block"

@@ -16,9 +16,10 @@ returned.
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import Any, ParamSpec
 
@@ -145,6 +146,53 @@ def reduce_scatter_start(
 
 
 reduce_scatter = _waited(reduce_scatter_start)
+
+
+def all_gather_pieces_start(
+    transport: Transport,
+    xs: Sequence[Array],
+    dims: Sequence[int],
+    sizes: Sequence[Sequence[int]],
+    group: Group,
+    outs: Sequence[Array],
+) -> Handle:
+    """`all_gather` of several tensors in one message, which packs for each member its shards of all.
+
+    Args:
+        xs, dims, sizes, outs: of each tensor. The shards in `xs` may be written when this returns.
+    """
+    for x, dim, lengths in zip(xs, dims, sizes, strict=True):
+        _check_dim("all_gather", transport, x, dim, lengths, group)
+    pieces = _pieces_by_member(outs, dims, sizes)
+    counts = [sum(piece.size for piece in of_member) for of_member in pieces]
+    send, packed = _empty(xs[0], sum(x.size for x in xs)), _empty(xs[0], sum(counts))
+    _copy_in(xs, send)
+    request = transport.all_gather(send, packed, counts, group)
+    return Handle([request], outs[0], lambda: _copy_out(packed, itertools.chain(*pieces)), [send])
+
+
+def reduce_scatter_pieces_start(
+    transport: Transport,
+    xs: Sequence[Array],
+    dims: Sequence[int],
+    sizes: Sequence[Sequence[int]],
+    op: str,
+    group: Group,
+    outs: Sequence[Array],
+) -> Handle:
+    """`reduce_scatter` of several tensors in one message, which packs for each member its stretches of all.
+
+    Args:
+        xs, dims, sizes, outs: of each tensor. The tensors `xs` may be written when this returns.
+    """
+    for x, dim, lengths in zip(xs, dims, sizes, strict=True):
+        _check_whole("reduce_scatter", x, dim, lengths, group)
+    pieces = _pieces_by_member(xs, dims, sizes)
+    counts = [sum(piece.size for piece in of_member) for of_member in pieces]
+    send, received = _empty(xs[0], sum(counts)), _empty(xs[0], sum(out.size for out in outs))
+    _copy_in(itertools.chain(*pieces), send)
+    request = transport.reduce_scatter(send, received, counts, op, group)
+    return Handle([request], outs[0], lambda: _copy_out(received, outs), [send])
 
 
 def all_to_all_start(
@@ -344,6 +392,33 @@ def _unpack(packed: Array, out: Array, dim: int, sizes: Sequence[int]) -> None:
         shard[...] = packed[place].reshape(shard.shape)
 
 
+def _pieces_by_member(
+    arrays: Sequence[Array], dims: Sequence[int], sizes: Sequence[Sequence[int]]
+) -> list[list[Array]]:
+    """For each member its stretches of all arrays, as views."""
+    members = zip(*(stretches(lengths) for lengths in sizes), strict=True)
+    return [
+        [x[(slice(None),) * dim + (part,)] for x, dim, part in zip(arrays, dims, parts, strict=True)]
+        for parts in members
+    ]
+
+
+def _copy_in(parts: Iterable[Array], packed: Array) -> None:
+    """Copy arrays into memory, one after the other."""
+    offset = 0
+    for part in parts:
+        packed[offset : offset + part.size].reshape(part.shape)[...] = part
+        offset += part.size
+
+
+def _copy_out(packed: Array, parts: Iterable[Array]) -> None:
+    """Inverse of `_copy_in`."""
+    offset = 0
+    for part in parts:
+        part[...] = packed[offset : offset + part.size].reshape(part.shape)
+        offset += part.size
+
+
 def _check_whole(what: str, x: Array, dim: int, sizes: Sequence[int], group: Group) -> None:
     """`x` is whole along `dim`, and `sizes` cut it."""
     if not 0 <= dim < x.ndim:
@@ -391,6 +466,8 @@ def register_call(name: str, start: Callable[..., Handle]) -> None:
 register_call("all_reduce", all_reduce_start)
 register_call("all_gather", all_gather_start)
 register_call("reduce_scatter", reduce_scatter_start)
+register_call("all_gather_pieces", all_gather_pieces_start)
+register_call("reduce_scatter_pieces", reduce_scatter_pieces_start)
 register_call("all_to_all", all_to_all_start)
 register_call("broadcast", broadcast_start)
 register_call("reduce", reduce_start)

@@ -17,7 +17,8 @@ from distgraph.engine.compile.train_graph import train_graph
 from distgraph.ir.graph import Graph, Op
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.verifier import verify
-from distgraph.passes.communication.bucket_gradients import bucket_bytes, bucket_gradients
+from distgraph.passes.communication.bucket_gradients import bucket_gradients
+from distgraph.passes.communication.message_buckets import bucket_bytes
 from distgraph.passes.complete import complete
 from distgraph.passes.pass_pipeline import pipeline, run_passes
 from distgraph.passes.redistribution.planner import latency_price

@@ -138,6 +138,14 @@ def test_the_verifier_refuses_what_no_message_carries() -> None:
     broken = text.replace(line, line.replace("%n)", "%x)").replace("%e ", "%e "))
     with pytest.raises(GraphError):
         verify(parse_graph(broken), "lowered")
-    gathered_twice = line.replace("all_reduce", "all_gather")
-    with pytest.raises(GraphError, match="all_gather takes one tensor but has 2"):
+    gathered_twice = line.replace("all_reduce", "all_to_all")
+    with pytest.raises(GraphError, match="all_to_all takes one tensor but has 2"):
         verify(parse_graph(text.replace(line, gathered_twice)), "lowered")
+
+
+def test_several_gathered_tensors_have_a_dim_each() -> None:
+    text = print_graph(fuse_reductions(parse_graph(CHAIN)))
+    (line,) = [line for line in text.splitlines() if "comm.all_reduce(%t, %n)" in line]
+    gathered = line.replace("all_reduce", "all_gather")
+    with pytest.raises(GraphError, match="one all_gather of 2 tensors has as many dims but dims is None"):
+        verify(parse_graph(text.replace(line, gathered)), "lowered")

@@ -85,13 +85,22 @@ def first_reader(graph: Graph, name: str) -> int:
 
 
 def test_gradients_are_scattered_as_they_are_made() -> None:
-    before, after = lowered(), shard_gradients(lowered())
+    """Without a cost of the start of a message each gradient goes by itself."""
+    before, after = lowered(), shard_gradients(lowered(), lambda _, nbytes, *mesh: nbytes)
     assert len(of_kind(before, "comm.reduce_scatter")) == len(of_kind(after, "comm.reduce_scatter")) == 2
     for scatter in of_kind(after, "comm.reduce_scatter"):
         assert place(after, scatter.name) == place(after, scatter.operands[0].name) + 1
         (reader,) = after.users[scatter.name]
         assert reader.kind == "accumulate"
         assert after.attrs[reader.name].spec == after.attrs[scatter.name].spec
+
+
+def test_small_gradients_wait_for_their_bucket() -> None:
+    after = shard_gradients(lowered())
+    first, second = (place(after, op.name) for op in of_kind(after, "comm.reduce_scatter"))
+    made = max(place(after, op.operands[0].name) for op in of_kind(after, "comm.reduce_scatter"))
+    assert made < first
+    assert second == first + 1
 
 
 @pytest.mark.parametrize(

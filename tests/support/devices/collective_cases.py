@@ -123,6 +123,34 @@ def reduce_scatter_case(transport: Transport, dtype: str, op: str) -> None:
             same(x, data(transport.rank, shape, dtype))
 
 
+def pieces_case(transport: Transport) -> None:
+    """One message of several tensors moves what a message for each of them does; all may then be written."""
+    shapes, dims = [(7, 3), (2, 5), (4,), (0, 2)], (0, 1, 0, 0)
+    for group in groups(transport.size):
+        if transport.rank not in group:
+            continue
+        me = group.index(transport.rank)
+        sizes = [uneven(shape[dim], len(group)) for shape, dim in zip(shapes, dims, strict=True)]
+        wholes = [data(transport.rank, shape, "float32") for shape in shapes]
+        parts = [
+            collectives.reduce_scatter(transport, x, dim, lengths, "sum", group)
+            for x, dim, lengths in zip(wholes, dims, sizes, strict=True)
+        ]
+        outs = [np.empty_like(part) for part in parts]
+        given = [x.copy() for x in wholes]
+        handle = collectives.reduce_scatter_pieces_start(transport, given, dims, sizes, "sum", group, outs)
+        for x in given:
+            x[...] = np.nan
+        handle.wait()
+        assert all(out.shape[dim] == n[me] for out, dim, n in zip(outs, dims, sizes, strict=True))
+        for out, part in zip(outs, parts, strict=True):
+            same(out, part)
+        gathered = [np.empty_like(x) for x in wholes]
+        collectives.all_gather_pieces_start(transport, parts, dims, sizes, group, gathered).wait()
+        for out, part, dim, lengths in zip(gathered, parts, dims, sizes, strict=True):
+            same(out, collectives.all_gather(transport, part, dim, lengths, group))
+
+
 def all_to_all_case(transport: Transport, dtype: str) -> None:
     """A global tensor sharded in one dim becomes the same tensor sharded in another."""
     for group in groups(transport.size):
@@ -282,6 +310,6 @@ def refusals_case(transport: Transport) -> None:
         collectives.exchange(transport, x, [(rank, (slice(0, 1),))], [], None)
 
 
-PLAIN = (early_start_case, mixed_waits_case, messages_case, objects_case, refusals_case)
+PLAIN = (pieces_case, early_start_case, mixed_waits_case, messages_case, objects_case, refusals_case)
 TYPED = (all_gather_case, all_to_all_case, broadcast_case, permute_case, exchange_case)
 REDUCING = (all_reduce_case, reduce_scatter_case)

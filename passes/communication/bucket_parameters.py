@@ -1,0 +1,74 @@
+"""Gather the parameters of a layer in one message, and the new parameters of a step in buckets.
+
+In:   a lowered graph.
+Out:  the same program, in which all_gathers of parameters over one group are fused: those that
+      `gather_parameters` places together for one layer, those of stored parameters that are gathered once a
+      step, and those of the new parameters after an update of parts (ZeRO-1 and 2).
+Invariant: same numbers, to the last bit. Parameters of different layers are in different messages where they
+    are gathered for each use.
+
+    %a = comm.all_gather(%x) {dim=1}
+    %b = comm.all_gather(%y) {dim=0}     ->     %a, %b = comm.all_gather(%x, %y) {dims=(1, 0)}
+
+For the size of a bucket see `message_buckets`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from distgraph.ir.collective_registry import EACH_MICRO_BATCH
+from distgraph.ir.graph import SOURCES, Graph, Op
+from distgraph.ir.step_phases import AFTER, BEFORE, value_phases
+from distgraph.passes.communication.fuse_reductions import fuse, fusion_key, groups_by_level, is_fusible
+from distgraph.passes.communication.gather_parameters import layer_of
+from distgraph.passes.communication.message_buckets import bucket_bytes, cut, mesh_levels
+from distgraph.passes.pass_registry import PassContext, register_pass
+from distgraph.passes.redistribution.planner import Price, latency_price
+
+
+@register_pass("bucket_parameters", stage="lowered", after=("lower", "gather_parameters"))
+def _run(graph: Graph, context: PassContext) -> Graph:
+    """Gather several parameters in one message."""
+    return bucket_parameters(graph, context.price)
+
+
+def bucket_parameters(graph: Graph, price: Price = latency_price) -> Graph:
+    """Fuse the all_gathers of parameters; `price` is the cost of one collective."""
+    uses = _uses(graph)
+    if len(uses) < 2:
+        return graph
+    levels = mesh_levels(graph)
+
+    def key(op: Op) -> Hashable | None:
+        if op.name not in uses:
+            return None
+        return fusion_key(graph, op), levels.get(op.name, 0), uses[op.name]
+
+    buckets: list[list[Op]] = []
+    for group in groups_by_level(graph, key):
+        buckets += cut(graph, group, bucket_bytes(graph, group, price))
+    return fuse(graph, buckets)
+
+
+def _uses(graph: Graph) -> dict[str, Hashable]:
+    """All_gather of a parameter -> what it is gathered for: a use of its layer, the step, or the next one."""
+    uses: dict[str, Hashable] = {}
+    phases, run = value_phases(graph), 0
+    follow: set[str] = set()  # results of the present run of gathers, and what is made of one of them alone
+    for op in graph.ops:
+        if op.kind in SOURCES:
+            continue
+        gathers = op.kind == "comm.all_gather" and is_fusible(op) and op.results[0].size > 0
+        if gathers and op.attrs.get(EACH_MICRO_BATCH):
+            uses[op.name] = run, layer_of(op, op.operands[0].name)
+        elif gathers and phases[op.name] == BEFORE:
+            uses[op.name] = "step"
+        elif gathers and phases[op.name] == AFTER and op.role == "optimize":
+            uses[op.name] = "next step"
+        elif not (len(op.operands) == 1 and op.operands[0].name in follow):
+            run += 1
+            follow.clear()
+            continue
+        follow.add(op.name)
+    return uses
