@@ -22,6 +22,7 @@ except ModuleNotFoundError as error:
 
 from distgraph.frontends.jax import lax as lax
 from distgraph.frontends.jax.imported_function import ImportedFunction, import_function
+from distgraph.frontends.jax.optax_optimizers import import_optimizer
 from distgraph.frontends.jax.rule_registry import register_jax_primitive
 
-__all__ = ["ImportedFunction", "import_function", "register_jax_primitive"]
+__all__ = ["ImportedFunction", "import_function", "import_optimizer", "register_jax_primitive"]
