@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from distgraph.ir.collective_registry import Collective, RankCall, is_collective, of_one_tensor
+from distgraph.ir.collective_registry import Collective, RankCall, is_collective, of_one_tensor, wire_dtype
 from distgraph.ir.collectives import collective_of
 from distgraph.ir.dtypes import itemsize
 from distgraph.ir.gc_pause import collector_paused
@@ -179,7 +179,7 @@ def _comm(graph: Graph, op: Op, rank: int, number: int) -> tuple[str, dict[str, 
         return op.kind, arguments
     larger = op.results if declared.growth > 0 else op.operands
     shapes = (graph.attrs[value.name].spec.local_shape(value.shape, mesh, rank) for value in larger)
-    size = itemsize(op.results[0].dtype) * sum(map(math.prod, shapes))
+    size = itemsize(wire_dtype(op)) * sum(map(math.prod, shapes))
     return op.kind, {"group": group, **arguments, "wire": declared.sent_share(len(group)) * size}
 
 

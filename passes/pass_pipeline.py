@@ -140,10 +140,14 @@ def _add(passes: list[Pass], added: Pass) -> None:
     """Insert a pass behind all that give its stage, or an earlier one, but before those to stand after it."""
     level = STAGES.index(added.stage)
     end = sum(STAGES.index(each.stage) <= level for each in passes)
-    later = (
-        n for n, each in enumerate(passes[:end]) if added.name in each.after and each.stage == added.stage
-    )
+    later = (n for n, each in enumerate(passes[:end]) if each.stage == added.stage and _follows(each, added))
     passes.insert(next(later, end), added)
+
+
+def _follows(each: Pass, other: Pass) -> bool:
+    """Whether a pass stands after another, or after one that does."""
+    known = (PASSES[name] for name in each.after if name in PASSES)
+    return other.name in each.after or any(_follows(earlier, other) for earlier in known)
 
 
 def pipeline(changes: Iterable[str] = ()) -> Pipeline:

@@ -277,6 +277,17 @@ EACH_MICRO_BATCH = "each_micro_batch"
 """Attribute of a collective that runs in every micro-batch although its operand stays the same."""
 
 
+WIRE = "wire"
+"""Attribute of an all_reduce or reduce_scatter: the narrower dtype in which its messages are sent."""
+NARROWED = ("comm.all_reduce", "comm.reduce_scatter")
+"""Kinds of ops that may have it."""
+
+
+def wire_dtype(op: Op) -> str:
+    """The dtype in which the messages of a collective are sent: that of its tensors, but for `WIRE`."""
+    return str(op.attrs.get(WIRE, op.results[0].dtype))
+
+
 def halo_windows(op: Op) -> Windows:
     """Windows that ranks hold of the result of an op: those of a halo exchange; none of any other op."""
     windows: Windows = op.attrs["windows"] if op.kind == "comm.halo" else ()

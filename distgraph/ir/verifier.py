@@ -15,8 +15,9 @@ from typing import Any, NoReturn
 import numpy as np
 
 from distgraph.errors import DistGraphError, GraphError, ShardingError
-from distgraph.ir.collective_registry import StepAttrs, halo_windows, of_one_tensor
+from distgraph.ir.collective_registry import NARROWED, WIRE, StepAttrs, halo_windows, of_one_tensor
 from distgraph.ir.collectives import COLLECTIVES
+from distgraph.ir.dtypes import NAMES, is_float, itemsize
 from distgraph.ir.graph import ROLES, SOURCES, Graph, Op, Value
 from distgraph.ir.index_rule import OpLayout, representable
 from distgraph.ir.matmul_algorithm import CONTRACTIONS
@@ -349,6 +350,8 @@ def _check_comm(graph: Graph, op: Op) -> None:
         if not isinstance(dims, tuple) or len(dims) != len(op.operands):
             message = f"one {kind} of {len(op.operands)} tensors has as many dims but dims is {dims}"
             _fault(graph, op, _CALL, op.kind, message)
+    if WIRE in op.attrs:
+        _check_wire(graph, op)
     for position, (operand, result) in enumerate(zip(op.operands, op.results, strict=True)):
         first, attrs = op.operands[0], graph.attrs
         if operand.dtype != first.dtype or attrs[operand.name].mesh != attrs[first.name].mesh:
@@ -357,6 +360,16 @@ def _check_comm(graph: Graph, op: Op) -> None:
             _fault(graph, op, _CALL, f"%{operand.name}", message)
         single = of_one_tensor(op, position)
         _check_move(graph, op, kind, graph.attrs[operand.name], graph.attrs[result.name], single.attrs)
+
+
+def _check_wire(graph: Graph, op: Op) -> None:
+    """Check that the dtype of messages is a narrower one of a sum of floats."""
+    wire, dtype = op.attrs[WIRE], op.operands[0].dtype
+    sums = op.kind in NARROWED and op.attrs.get("reduction") == "sum"
+    floats = isinstance(wire, str) and wire in NAMES and is_float(wire) and is_float(dtype)
+    if not sums or not floats or itemsize(wire) >= itemsize(dtype):
+        message = f"wire is {wire!r} but must be a float narrower than {dtype}, of an all_reduce or "
+        _fault(graph, op, _CALL, "wire", f"{message}reduce_scatter that sums floats")
 
 
 def _check_move(

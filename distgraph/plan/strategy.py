@@ -21,6 +21,7 @@ DEVICES = ["cpu", "gpu"]
 """Names of devices; `distgraph.runtime.execute.device.register_device` adds to them."""
 NONFINITE = ("raise", "skip", "warn")
 ZERO = (0, 1, 2, 3)
+GRADIENT_PRECISION = "bf16"
 _DECIDED = ("micro_batches", "schedule")
 """Decisions that are settings of a program without a search too."""
 
@@ -94,11 +95,15 @@ class Strategy:
         precision: "bf16" or "fp16" to compute in 16 bits, with parameters, states and reduced gradients in
             f32; a `dg.MixedPrecision` also says which ops do, and how the loss is scaled under fp16. None
             computes in the types of the model. See docs/mixed_precision.md.
+        gradient_precision: "bf16" to send gradients in 16 bits where the ranks that share a batch add them
+            up, which halves these bytes and rounds each gradient before and after the sum; accumulated and
+            updated in f32. None sends what is computed. See docs/data_parallel.md.
 
     Raises:
         ShardingError: an unknown mode, schedule, device, policy or axis; passes that are no list of changes;
             fewer than one micro-batch, or step between comparisons; a `zero` that is not 0 to 3;
-            an unknown precision, or one that does not fit mode or policy;
+            an unknown precision, or one that does not fit mode or policy; a `gradient_precision` other than
+            bf16;
             a constraint of the search in a mode that does not search, or one that
             contradicts another; a budget below one, or without a search.
 
@@ -129,6 +134,7 @@ class Strategy:
     verify_replicas: int | None = None
     passes: Sequence[str] = ()
     precision: str | MixedPrecision | None = None
+    gradient_precision: str | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -199,6 +205,11 @@ class Strategy:
             raise ShardingError(
                 'mode of Strategy is "mesh2d", whose algorithms add partial products in the type of the '
                 'operands, but precision is given; leave it out, or use mode "auto"'
+            )
+        if self.gradient_precision not in (None, GRADIENT_PRECISION):
+            raise ShardingError(
+                f"gradient_precision of Strategy is {self.gradient_precision!r} but must be "
+                f"{GRADIENT_PRECISION!r}, which has the range of f32 as sums of gradients need it, or None"
             )
         if self.scaling is not None and self.nonfinite == "warn":
             raise ShardingError(

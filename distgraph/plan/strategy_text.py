@@ -54,6 +54,7 @@ FORMS: Mapping[str, tuple[Callable[[str], Any], str]] = {
     "verify_replicas": (int, "a number"),
     "passes": (_names, "changes of passes such as -fuse_reductions,a=b"),
     "precision": (str, "bf16 or fp16"),
+    "gradient_precision": (str, "bf16"),
 }
 """Field of `Strategy` -> how its text is read, and what the text must be."""
 

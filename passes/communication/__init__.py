@@ -5,6 +5,7 @@ from distgraph.passes.communication import (
     bucket_parameters,
     fuse_reductions,
     gather_parameters,
+    narrow_gradients,
     shard_gradients,
 )
 
@@ -13,5 +14,6 @@ __all__ = [
     "bucket_parameters",
     "fuse_reductions",
     "gather_parameters",
+    "narrow_gradients",
     "shard_gradients",
 ]

@@ -28,7 +28,7 @@ from distgraph.passes.redistribution.planner import Price, latency_price
 _REDUCTIONS = ("comm.all_reduce", "comm.reduce_scatter")
 
 
-@register_pass("bucket_gradients", stage="lowered", after=("lower", "shard_gradients"))
+@register_pass("bucket_gradients", stage="lowered", after=("narrow_gradients",))
 def _run(graph: Graph, context: PassContext) -> Graph:
     """Reduce several gradients in one message."""
     return bucket_gradients(graph, context.price)
@@ -36,7 +36,7 @@ def _run(graph: Graph, context: PassContext) -> Graph:
 
 def bucket_gradients(graph: Graph, price: Price = latency_price) -> Graph:
     """Fuse the reductions of gradients; `price` is the cost of one collective."""
-    once = {op.name for op in graph.ops if _reduces_sum(graph, op)}
+    once = {op.name for op in graph.ops if reduces_sum(graph, op)}
     runs = _runs(graph)
     if len(once) + len(runs) < 2:
         return graph
@@ -60,7 +60,7 @@ def bucket_gradients(graph: Graph, price: Price = latency_price) -> Graph:
     return fuse(graph, buckets)
 
 
-def _reduces_sum(graph: Graph, op: Op) -> bool:
+def reduces_sum(graph: Graph, op: Op) -> bool:
     """Whether an op reduces a gradient of the step, which the micro-batches have added up."""
     if op.kind not in _REDUCTIONS or not is_fusible(op) or not op.results[0].size:
         return False

@@ -27,7 +27,7 @@ from distgraph.passes.pass_registry import PassContext, register_pass
 from distgraph.passes.redistribution.planner import Price, latency_price
 
 
-@register_pass("bucket_parameters", stage="lowered", after=("lower", "gather_parameters"))
+@register_pass("bucket_parameters", stage="lowered", after=("gather_parameters",))
 def _run(graph: Graph, context: PassContext) -> Graph:
     """Gather several parameters in one message."""
     return bucket_parameters(graph, context.price)

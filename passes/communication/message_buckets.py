@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from distgraph.ir.collective_registry import collective_of
+from distgraph.ir.collective_registry import collective_of, wire_dtype
 from distgraph.ir.dtypes import itemsize
 from distgraph.ir.graph import Graph, Op
 from distgraph.passes.redistribution.planner import BYTE_PRICES, Price, block_volume, latency_price
@@ -58,11 +58,11 @@ def cut(graph: Graph, ops: Iterable[Op], limit: float) -> list[list[Op]]:
 
 
 def message_bytes(graph: Graph, op: Op) -> int:
-    """Bytes of the largest block that a collective of one tensor works on: the larger of before and after."""
+    """Bytes of the largest block that a collective of one tensor sends: the larger of before and after."""
     declared = collective_of(op.kind)
     value = op.results[0] if declared is not None and declared.growth > 0 else op.operands[0]
     attr = graph.attrs[value.name]
-    return itemsize(value.dtype) * block_volume(value.shape, attr.mesh, attr.spec)
+    return itemsize(wire_dtype(op)) * block_volume(value.shape, attr.mesh, attr.spec)
 
 
 def mesh_levels(graph: Graph) -> dict[str, int]:

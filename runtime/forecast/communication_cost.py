@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from distgraph.ir.collective_registry import wire_dtype
 from distgraph.ir.collectives import collective_of
 from distgraph.ir.dtypes import itemsize
 from distgraph.ir.graph import Graph, Op
@@ -64,7 +65,8 @@ class TrafficCost:
         op, declared = local.op, local.collective
         assert declared is not None
         larger = op.results if declared.growth > 0 else op.operands
-        size = sum(nbytes(program, value.name) for value in larger)
+        narrow = itemsize(wire_dtype(op)) / itemsize(op.results[0].dtype)
+        size = narrow * sum(nbytes(program, value.name) for value in larger)
         mesh = self.graph.attrs[op.operands[0].name].mesh
         seconds, link, busy = 0.0, "", 0.0
         if len(local.attrs["group"]) > 1 and size:

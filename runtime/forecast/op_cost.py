@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from distgraph.ir.collective_registry import Collective
+from distgraph.ir.collective_registry import WIRE, Collective, wire_dtype
 from distgraph.ir.dtypes import itemsize
 from distgraph.ir.graph import Op, Value
 from distgraph.ir.op_registry import freeze, lookup
@@ -141,6 +141,11 @@ class OpCost:
         is not modelled. Devices whose messages are moved by other hardware have no such work, because copies
         there are fast compared to messages.
         """
+        if WIRE in local.op.attrs:  # rounded before, and widened after, on every device
+            values = (*local.op.operands, *local.op.results)
+            size = sum(nbytes(self.program, value.name) for value in values)
+            narrow = size * itemsize(wire_dtype(local.op)) // itemsize(values[0].dtype)
+            return Work("memory", nbytes=size + narrow, dtype=values[0].dtype, op="cast")
         if not self.cost.cluster.devices[self.device].compute.host.moves_messages:
             return NOTHING
         operand, result = local.op.operands[0].name, local.op.name

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from distgraph.ir.collective_registry import WIRE
 from distgraph.ir.dtypes import to_numpy
 from distgraph.ir.graph import Op
 from distgraph.ir.op_registry import lookup
@@ -277,7 +278,7 @@ class Writer:
             assert declared is not None
             function = declared.name
             arguments = [self.argument(op, name, attrs[name]) for name in declared.parameters]
-            arguments.append(source if in_place else target)
+            arguments += [source if in_place else target, *self.wire(op)]
         start = self.bind(f"{function}_start", collectives.CALLS[function])
         call = ", ".join((self.comm(op.result.name), source, *arguments))
         self.line(f"{self.work(op.result.name)} = {start}({call})", op)
@@ -301,7 +302,7 @@ class Writer:
         block = self.bind("fused", self.arena.fused[op.name])
         arguments = [self.argument(op, name, local.attrs[name]) for name in declared.parameters]
         start = self.bind(f"{declared.name}_start", collectives.CALLS[declared.name])
-        call = ", ".join((self.comm(op.name), block, *arguments, block))
+        call = ", ".join((self.comm(op.name), block, *arguments, block, *self.wire(op)))
         self.line(f"{self.work(op.name)} = {start}({call})", op)
 
     def pieces(self, local: LocalOp) -> None:
@@ -313,8 +314,12 @@ class Writer:
         arguments = [self.argument(op, name, local.attrs[name]) for name in declared.parameters]
         function = f"{declared.name}_pieces"
         start = self.bind(f"{function}_start", collectives.CALLS[function])
-        call = ", ".join((self.comm(op.name), f"({sources})", *arguments, f"({targets})"))
+        call = ", ".join((self.comm(op.name), f"({sources})", *arguments, f"({targets})", *self.wire(op)))
         self.line(f"{self.work(op.name)} = {start}({call})", op)
+
+    def wire(self, op: Op) -> list[str]:
+        """The argument of a collective whose messages are narrower than its tensors."""
+        return [f"wire={self.bind('wire', to_numpy(op.attrs[WIRE]))}"] if WIRE in op.attrs else []
 
     def argument(self, op: Op, name: str, value: Any) -> str:
         """An argument of a collective as text; a group, in which ranks differ, and an object by a name."""

@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from distgraph.ir.dtypes import to_numpy
+from distgraph.ir.collective_registry import WIRE, wire_dtype
+from distgraph.ir.dtypes import itemsize, to_numpy
 from distgraph.ir.graph import Value
 from distgraph.ir.op_registry import freeze, lookup, workspace
 from distgraph.passes.partition import LocalOp, LocalTask, RankProgram
@@ -42,11 +43,22 @@ def _task_workspace(task: LocalTask, shells: _OperandShells, cache: dict[object,
     for number, local in enumerate(task.ops):
         for name in shells.storage.waits.get((task.name, number), ()):
             packed.pop(name, None)
-        if is_fused(local) and not in_one_block(local):
-            values = (*local.op.operands, *local.op.results)
-            packed[local.op.name] = sum(nbytes(shells.program, value.name) for value in values)
+        bytes_packed = _packed_bytes(local, shells.program)
+        if bytes_packed:
+            packed[local.op.name] = bytes_packed
         most = max(most, sum(packed.values()) + _op_workspace(local, shells, cache))
     return most
+
+
+def _packed_bytes(local: LocalOp, program: RankProgram) -> int:
+    """Bytes that a message allocates: packed pieces of several tensors, or rounded ones."""
+    narrow = WIRE in local.op.attrs
+    if not narrow and (not is_fused(local) or in_one_block(local)):
+        return 0
+    reduced_in_place = local.collective is not None and local.collective.result_memory == "operand"
+    values = local.op.operands if reduced_in_place else (*local.op.operands, *local.op.results)
+    size = sum(nbytes(program, value.name) for value in values)
+    return size * itemsize(wire_dtype(local.op)) // itemsize(local.op.results[0].dtype)
 
 
 def _op_workspace(local: LocalOp, shells: _OperandShells, cache: dict[object, int]) -> int:

@@ -87,14 +87,18 @@ def _waited(start: Callable[Call, Handle]) -> Callable[Call, Array]:
 
 
 def all_reduce_start(
-    transport: Transport, x: Array, group: Group, op: str, out: Array | None = None
+    transport: Transport, x: Array, group: Group, op: str, out: Array | None = None, wire: Any = None
 ) -> Handle:
     """Reduction of `x` over the members, on each of them. `out=x` works in place.
 
     Args:
         op: "sum" | "max" | "min" | "prod".
+        wire: 16-bit dtype to which terms and result are rounded where they are sent; None for that of `x`.
     """
     out = _result(out, x, x.shape, "all_reduce")
+    if wire is not None:
+        packed = _rounded(x, wire)
+        return Handle([transport.all_reduce(packed, op, group)], out, lambda: _widen(packed, out))
     if out is not x:
         out[...] = x
     return Handle([transport.all_reduce(out, op, group)], out)
@@ -132,8 +136,9 @@ def reduce_scatter_start(
     op: str,
     group: Group,
     out: Array | None = None,
+    wire: Any = None,
 ) -> Handle:
-    """This member's stretch of `dim` of the reduction of `x` over the members.
+    """This member's stretch of `dim` of the reduction of `x` over the members; `wire` as in `all_reduce`.
 
     Returns: array of x's shape but with this member's length of `sizes` in `dim`.
     """
@@ -142,6 +147,10 @@ def reduce_scatter_start(
     out = _result(out, x, _with_length(x.shape, dim, length), "reduce_scatter")
     counts = _counts(x.shape, dim, sizes)
     send = _pack(x, dim, sizes)
+    if wire is not None:
+        packed, received = _rounded(send, wire), _empty(x, out.shape, wire)
+        request = transport.reduce_scatter(packed, received, counts, op, group)
+        return Handle([request], out, lambda: _widen(received, out), [packed])
     return Handle([transport.reduce_scatter(send, out, counts, op, group)], out, in_flight=[send])
 
 
@@ -179,6 +188,7 @@ def reduce_scatter_pieces_start(
     op: str,
     group: Group,
     outs: Sequence[Array],
+    wire: Any = None,
 ) -> Handle:
     """`reduce_scatter` of several tensors in one message, which packs for each member its stretches of all.
 
@@ -189,7 +199,7 @@ def reduce_scatter_pieces_start(
         _check_whole("reduce_scatter", x, dim, lengths, group)
     pieces = _pieces_by_member(xs, dims, sizes)
     counts = [sum(piece.size for piece in of_member) for of_member in pieces]
-    send, received = _empty(xs[0], sum(counts)), _empty(xs[0], sum(out.size for out in outs))
+    send, received = (_empty(xs[0], n, wire) for n in (sum(counts), sum(out.size for out in outs)))
     _copy_in(itertools.chain(*pieces), send)
     request = transport.reduce_scatter(send, received, counts, op, group)
     return Handle([request], outs[0], lambda: _copy_out(received, outs), [send])
@@ -338,10 +348,22 @@ def reduce_start(
 reduce = _waited(reduce_start)
 
 
-def _empty(like: Array, shape: int | Sequence[int]) -> Array:
-    """Uninitialised array of the library and dtype of `like`."""
+def _empty(like: Array, shape: int | Sequence[int], dtype: Any = None) -> Array:
+    """Uninitialised array of the library of `like`, and of its dtype if none is given."""
     library: Any = np if isinstance(like, np.ndarray | np.generic) else sys.modules["cupy"]
-    return library.empty(shape, like.dtype)
+    return library.empty(shape, like.dtype if dtype is None else dtype)
+
+
+def _rounded(x: Array, dtype: Any) -> Array:
+    """A flat copy of an array in another dtype."""
+    copy = _empty(x, x.size, dtype)
+    _copy_in([x], copy)
+    return copy
+
+
+def _widen(packed: Array, out: Array) -> None:
+    """Copy a flat array into one of another shape and dtype."""
+    _copy_out(packed, [out])
 
 
 def _contiguous(x: Array) -> Array:

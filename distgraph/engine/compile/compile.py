@@ -18,6 +18,7 @@ from distgraph.engine.compile.strategy_passes import complete_with, strategy_pip
 from distgraph.errors import ResourceError
 from distgraph.ir.graph import Graph
 from distgraph.ir.mesh import ProcessMesh
+from distgraph.passes.communication.narrow_gradients import check_narrowed
 from distgraph.resources import Cluster, RankMapping
 from distgraph.resources.mesh_communication import MeshCommunication
 from distgraph.runtime.execute.process_group import is_chief
@@ -54,6 +55,8 @@ def compile_program(
         mapping = place_ranks(program, serial, cluster, devices_of(request.plan, cluster))
         price = MeshCommunication(cluster, mapping.devices).price
         built = program.build(strategy.start.schedule, price, watch)
+    if strategy.gradient_precision is not None and request.plan is None:
+        check_narrowed(built.lowered)
     if dump_directory() is not None and is_chief():
         write(f"{request.mode}.schedule.txt", built.schedule)
     return built, mapping

@@ -16,7 +16,8 @@ def strategy_pipeline(strategy: Strategy) -> Pipeline:
     first = ("choose_completion=complete",) if strategy.refine == "never" else ()
     zero = ("shard_gradients", "gather_parameters")[: max(0, strategy.split - 1)]
     precision = () if strategy.mixed is None else ("mixed_precision",)
-    return pipeline((*first, *precision, *zero, *strategy.passes))
+    narrow = () if strategy.gradient_precision is None else ("narrow_gradients",)
+    return pipeline((*first, *precision, *zero, *narrow, *strategy.passes))
 
 
 def complete_with(strategy: Strategy, serial: Graph) -> Graph:
