@@ -38,6 +38,7 @@ import distgraph as dg
 from benchmarks.support.machines import Network, machines
 from distgraph import nn, ops, optim
 from distgraph.resources import load_cluster
+from distgraph.runtime.forecast.forecast import forecast
 from distgraph.runtime.launch.launch import current_transport
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -184,10 +185,9 @@ def _run(network: Network, command: list[str], timeout: float) -> None:
 
 
 def forecast_seconds(case: Case, cluster: Any) -> float:
-    """Seconds of a step of a case on a profiled cluster."""
+    """Seconds of a step of a case on a profiled cluster: the program that runs, rank i on device i."""
     engine, batch = make(case)
-    engine.prepare(batch)
-    return engine.forecast(cluster).step_seconds
+    return forecast(engine.prepare(batch).build, cluster).step_seconds
 
 
 def cases(quick: bool) -> list[tuple[str, Case]]:

@@ -208,8 +208,27 @@ class CollectiveCost:
         ring = self.rings.exchange(sent)
         if ring is not None:
             return ring.alpha + ring.beta
+        permute = self._measured_permute(flows)
+        if permute is not None:
+            return permute.seconds
         latency = max(self._latency("send", source, target) for source, target, _ in sent)
         return self._launch("send") + latency + self._slowest("send", self._load(sent))[0]
+
+    def _measured_permute(self, flows: Mapping[tuple[int, int], float]) -> Estimate | None:
+        """The cost of messages of one size that go round rings of devices, where a table states it."""
+        following = dict(flows.keys())  # device -> the one that it sends to
+        equal = len(set(flows.values())) == 1 and len(following) == len(flows)
+        if not equal or following.keys() != set(following.values()):
+            return None
+        groups: list[Group] = []
+        while following:
+            ring = [min(following)]
+            while (after := following.pop(ring[-1])) != ring[0]:
+                ring.append(after)
+            groups.append(tuple(ring))
+        if min(map(len, groups)) == 1 or self._table("permute", groups[0], tuple(groups[1:])) is None:
+            return None
+        return self.estimate("permute", groups[0], next(iter(flows.values())), groups[1:])
 
     def exchange_busy(self, flows: Mapping[tuple[int, int], float]) -> float:
         """The part of the seconds of `exchange` for which its devices cannot compute.
@@ -221,6 +240,9 @@ class CollectiveCost:
         Raises:
             ResourceError: as `exchange`.
         """
+        permute = self._measured_permute(flows)
+        if permute is not None:
+            return permute.busy
         by_share: dict[float, dict[tuple[int, int], float]] = {}
         for pair, size in flows.items():
             by_share.setdefault(self._busy_share(pair), {})[pair] = size

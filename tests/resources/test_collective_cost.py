@@ -320,6 +320,20 @@ def test_tables_of_groups_are_of_their_model_and_order():
     assert cost.time("permute", (0, 2, 1, 3), 100) < 1
 
 
+def test_messages_round_measured_rings_cost_what_was_measured():
+    """All of one size; other messages are worked out."""
+    pairs = dataclasses.replace(placed(3.0, (0, 1), (2, 3), busy=(1.0, 8.0)), collective="permute")
+    ring = MeasuredTable("permute", 1, 4, (100.0,), (7.0,), None, ((0, 1, 2, 3),))
+    cost = CollectiveCost(boxes([4]), tables=[pairs, ring])
+    both_ways = {(3, 2): 150.0, (2, 3): 150.0, (0, 1): 150.0, (1, 0): 150.0}
+    assert (cost.exchange(both_ways), cost.exchange_busy(both_ways)) == (4.5, 4.5)
+    assert cost.exchange({(rank, (rank + 1) % 4): 100.0 for rank in range(4)}) == 7.0
+    around = {(rank, (rank - 1) % 4): 100.0 for rank in range(4)}
+    one_way = {(0, 1): 150.0, (2, 3): 150.0}
+    for others in (around, one_way, both_ways | {(0, 1): 140.0}, both_ways | {(0, 2): 150.0}, {(0, 0): 1.0}):
+        assert cost.exchange(others) < 1
+
+
 def test_many_sizes_at_once_cost_what_each_does():
     cost = CollectiveCost(boxes([4]), tables=[placed(3.0, (0, 1), (2, 3))])
     sizes = np.array([[0.0, 100.0], [170.0, 900.0]])
