@@ -15,6 +15,7 @@ from distgraph.ir.verifier import verify
 from distgraph.passes.analysis.conflicts import conflicts, explain
 from distgraph.passes.pass_pipeline import PassRun, run_passes
 from distgraph.passes.pass_registry import GRAPH_STAGES, find_passes
+from distgraph.runtime.schedule.table_report import is_schedule, schedule_report
 from distgraph.serialization.documents import MOST_BYTES, decode, read_text
 
 
@@ -25,7 +26,9 @@ def _list_passes(requested: bool) -> None:
 
 
 def inspect(
-    file: Annotated[str, typer.Argument(help="File with graph text (.dg); - for standard input.")],
+    file: Annotated[
+        str, typer.Argument(help="File with graph text (.dg) or a schedule; - for standard input.")
+    ],
     passes: Annotated[
         str, typer.Option("-p", "--passes", help="Comma-separated names of passes; see --list-passes.")
     ] = "",
@@ -44,10 +47,15 @@ def inspect(
         str, typer.Option("--explain", help="Explain the layout of a value: its origin and its consequences.")
     ] = "",
 ) -> None:
-    """Run passes on graph text and print the result as graph text."""
-    where = "standard input" if file == "-" else file
+    """Run passes on graph text and print the result as graph text; or verify and print a schedule."""
+    where, text = "standard input" if file == "-" else file, _read(file)
+    if is_schedule(text):
+        if passes or about or show_conflicts:
+            raise GraphError(f"{where}: it is a schedule but passes and layouts are those of a graph")
+        typer.echo(schedule_report(text, where))
+        return
     try:
-        graph = verify(parse_graph(_read(file), where))
+        graph = verify(parse_graph(text, where))
     except DistGraphError as error:
         message = str(error)
         raise GraphError(message if message.startswith(where) else f"{where}: {message}") from None

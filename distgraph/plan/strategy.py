@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from numbers import Real
 
-from distgraph.errors import ShardingError
+from distgraph.errors import GraphError, ShardingError
 from distgraph.ir.dtypes import check_count, is_integer
 from distgraph.ir.mesh import ProcessMesh, check_mesh
 from distgraph.plan.constraints import SEARCHED, SearchConstraints
 from distgraph.plan.decisions import Decisions
-from distgraph.plan.pipeline_schedules import schedule_names
 from distgraph.plan.precision import MixedPrecision, precision_of
+from distgraph.plan.schedule_text import given_schedule, text_table
 
 MODES = ("manual", "semi", *SEARCHED)
 REFINE = ("conflicts", "always", "never")
@@ -43,9 +43,10 @@ class Strategy:
             None for 1; in mode "auto" for the best number, else that mode keeps to what is given, which
             has to divide the batch.
         schedule: order of the micro-batches in a pipeline: "1f1b", "gpipe", "eager-1f1b", "zb-h1",
-            "interleaved-1f1b" for stages that are reached several times, or one that the program has
-            registered (see `distgraph.plan.pipeline_schedules`). None for "1f1b", in mode "auto" for the
-            best one.
+            "interleaved-1f1b" for stages that are reached several times, one that the program has registered
+            (see `distgraph.plan.pipeline_schedules`), or a table as text or the path of a file with one (see
+            `distgraph.plan.schedule_text`), which also says the number of micro-batches. None for "1f1b", in
+            mode "auto" for the best one.
         stages, borders, layers, uniform: decisions that mode "auto" keeps to; what is not given is searched
             (see `distgraph.plan.constraints.SearchConstraints`).
         recompute: layers that are computed again in the backward part instead of storing their activations:
@@ -141,11 +142,7 @@ class Strategy:
             raise ShardingError(
                 f"mode {self.mode!r} of Strategy does not exist; the modes are {', '.join(MODES)}"
             )
-        if self.schedule is not None and self.schedule not in schedule_names():
-            raise ShardingError(
-                f"schedule {self.schedule!r} of Strategy does not exist; the schedules are "
-                f"{', '.join(schedule_names())}"
-            )
+        self._read_schedule()
         for name, choices in (("refine", REFINE), ("device", DEVICES), ("nonfinite", NONFINITE)):
             if getattr(self, name) not in choices:
                 raise ShardingError(
@@ -177,6 +174,35 @@ class Strategy:
                 f"batch_axis of Strategy is {self.batch_axis!r} but there is no mesh; give it one"
             )
         self._check_batch_axes()
+
+    def _read_schedule(self) -> None:
+        """Take the name of a schedule that is given as text, and the number of its micro-batches."""
+        if self.schedule is None:
+            return
+        if not isinstance(self.schedule, str):
+            raise ShardingError(
+                f"schedule of Strategy is {self.schedule!r} but must be a name, a text or a path"
+            )
+        try:
+            object.__setattr__(self, "schedule", given_schedule(self.schedule))
+        except GraphError as error:
+            raise ShardingError(str(error)) from None
+        table = text_table(self.schedule)
+        if table is None:
+            return
+        if self.mode in SEARCHED:
+            raise ShardingError(
+                f"schedule of Strategy is the table {table.name} for {table.stages} stages and "
+                f"{table.micro_batches} micro-batches, but mode {self.mode!r} chooses these; use a schedule "
+                'that is known by its name, or mode "semi"'
+            )
+        if self.micro_batches is None:
+            object.__setattr__(self, "micro_batches", table.micro_batches)
+        elif self.micro_batches != table.micro_batches:
+            raise ShardingError(
+                f"micro_batches of Strategy is {self.micro_batches!r} but the table of schedule {table.name} "
+                f"has {table.micro_batches}; leave micro_batches out, or write a table for them"
+            )
 
     def _check_batch_axes(self) -> None:
         for axis in self.batch_axes:
