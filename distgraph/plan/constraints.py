@@ -17,7 +17,7 @@ from distgraph.ir.dtypes import check_count, is_integer
 from distgraph.ir.range_notation import spans
 from distgraph.plan.capabilities import Capabilities
 from distgraph.plan.decisions import Decisions
-from distgraph.plan.pipeline_schedules import schedule_names
+from distgraph.plan.pipeline_schedules import schedule_names, schedule_policy
 
 Value = TypeVar("Value")
 ZERO_STAGES = (0, 1, 2, 3)
@@ -133,6 +133,12 @@ class SearchConstraints:
             raise ShardingError(
                 f"recompute of {owner} names module {self.paths[0]!r} but mode 'auto' takes numbers of "
                 f"layers; give their numbers, which distgraph plan prints"
+            )
+        if mode == "auto" and self.schedule is not None and schedule_policy(self.schedule).folded:
+            raise ShardingError(
+                f"schedule of {owner} is {self.schedule!r}, for pipelines that come back up their stages, "
+                "but mode 'auto' makes none; name the stages in the program and use mode \"semi\", or give "
+                "another schedule"
             )
         for name, value in self.given().items():
             if name == "memory" and self.chooses:

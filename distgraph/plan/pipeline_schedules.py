@@ -25,7 +25,8 @@ chunk of the layers: the pipeline fills and drains in 1/v of the time, for more 
 micro-batches alive. ZB-H1 (Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, section 2.3) computes the
 gradients of activations and of parameters in two parts; the second ones wait until a stage has nothing else
 to do. With three parts of the same length the bubble is a third of that of 1F1B, and no stage holds more than
-p micro-batches.
+p micro-batches. ZB-V (`zero_bubble_v.py`) is for pipelines that go down the stages and come back up: with
+such parts its bubble is a sixth of that of 1F1B, and every stage holds as much as the first one does there.
 
 Example, the order of one stage after another as a table:
 
@@ -48,6 +49,7 @@ from itertools import pairwise, zip_longest
 from typing import Protocol
 
 from distgraph.errors import GraphError
+from distgraph.plan.zero_bubble_v import zero_bubble_v
 
 
 class StageTask(Protocol):
@@ -126,6 +128,8 @@ class SchedulePolicy:
             Transfers are ordered by the time of their action but do not wait for their turn.
         chunked_table: (stages, micro-batches, chunks) -> table of actions, for pipelines that reach every
             stage several times; in place of `table`.
+        folded: with `chunked_table`: the pipeline goes down the stages and comes back up, so that every stage
+            but the last, where it turns, has two chunks.
         splits_backward: the gradients of parameters are computed in tasks of their own (pass
             `split_backward`).
         in_flight: (stage, stages, micro-batches) -> number of micro-batches whose activations the stage holds
@@ -149,6 +153,7 @@ class SchedulePolicy:
     relative: bool = False
     table: Callable[[int, int], Table] | None = None
     chunked_table: Callable[[int, int, int], Table] | None = None
+    folded: bool = False
     splits_backward: bool = False
     in_flight: Callable[[int, int, int], int] = _all_micro_batches
     fill: float = 1.0
@@ -234,6 +239,17 @@ def _zero_bubble_credits(source: StageTask, target: StageTask, stages: int, turn
     return None if target.kind == "weight" else _one_f_one_b_credits(source, target, stages, turns)
 
 
+def _v_table(stages: int, micro_batches: int, chunks: int) -> Table:
+    """ZB-V; where the pipeline does not come back, ZB-H1."""
+    if chunks == 1:
+        return _zero_bubble_table(stages, micro_batches)
+    return {place: Action(*part) for place, part in zero_bubble_v(stages, micro_batches).items()}
+
+
+def _as_many_as_stages(stage: int, stages: int, micro_batches: int) -> int:
+    return min(micro_batches, stages)
+
+
 ONE_F_ONE_B = SchedulePolicy(
     "1f1b",
     _one_f_one_b_credits,
@@ -276,8 +292,18 @@ ZB_H1 = SchedulePolicy(
     fill=1 / 3,
     substituted=True,
 )
+ZB_V = SchedulePolicy(
+    "zb-v",
+    chunked_table=_v_table,
+    folded=True,
+    splits_backward=True,
+    in_flight=_as_many_as_stages,
+    fill=1 / 6,
+)
 
-_POLICIES = {policy.name: policy for policy in (ONE_F_ONE_B, GPIPE, EAGER_1F1B, INTERLEAVED_1F1B, ZB_H1)}
+_POLICIES = {
+    policy.name: policy for policy in (ONE_F_ONE_B, GPIPE, EAGER_1F1B, INTERLEAVED_1F1B, ZB_H1, ZB_V)
+}
 
 
 def register_schedule(policy: SchedulePolicy) -> SchedulePolicy:

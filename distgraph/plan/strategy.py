@@ -43,10 +43,10 @@ class Strategy:
             None for 1; in mode "auto" for the best number, else that mode keeps to what is given, which
             has to divide the batch.
         schedule: order of the micro-batches in a pipeline: "1f1b", "gpipe", "eager-1f1b", "zb-h1",
-            "interleaved-1f1b" for stages that are reached several times, one that the program has registered
-            (see `distgraph.plan.pipeline_schedules`), or a table as text or the path of a file with one (see
-            `distgraph.plan.schedule_text`), which also says the number of micro-batches. None for "1f1b", in
-            mode "auto" for the best one.
+            "interleaved-1f1b" and "zb-v" for stages that are reached several times, one that the program has
+            registered (see `distgraph.plan.pipeline_schedules`), or a table as text or the path of a file
+            with one (see `distgraph.plan.schedule_text`), which also says the number of micro-batches. None
+            for "1f1b", in mode "auto" for the best one.
         stages, borders, layers, uniform: decisions that mode "auto" keeps to; what is not given is searched
             (see `distgraph.plan.constraints.SearchConstraints`).
         recompute: layers that are computed again in the backward part instead of storing their activations:

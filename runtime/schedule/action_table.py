@@ -84,6 +84,8 @@ class ActionTable:
                     "schedule interleaved-1f1b or 1f1b"
                 )
             return dict.fromkeys((name for names in groups.values() for name in names), 0)
+        if policy.folded:
+            return _folded_chunks(graph, policy, groups)
         numbers = {key: len(names) for key, names in groups.items()}
         if len(set(numbers.values())) > 1:
             (phase, stage), most = max(numbers.items(), key=lambda item: item[1])
@@ -139,6 +141,40 @@ class ActionTable:
         for device in self._devices[name]:
             self._left[device][time] -= 1
             self._next[device] += not self._left[device][time]
+
+
+def _folded_chunks(
+    graph: TaskGraph, policy: SchedulePolicy, groups: Mapping[tuple[str, int], Sequence[str]]
+) -> dict[str, int]:
+    """Compute task -> 0 on the way down the stages, 1 on the way up; 0 where no stage is reached twice.
+
+    Args:
+        groups: (phase, stage) -> compute tasks, in topological order.
+
+    Raises:
+        GraphError: the pipeline does neither.
+    """
+    visits = [len(groups.get(("forward", stage), ())) for stage in range(graph.stages)]
+    turning = [2] * (graph.stages - 1) + [1]
+    if visits != turning and max(visits) > 1 and graph.micro_batches > 1:
+        wrong = (stage for stage, count in enumerate(visits) if count != turning[stage])
+        stage = next(wrong)
+        raise GraphError(
+            f"schedule {policy.name}: a micro-batch has {visits[stage]} forward tasks on stage {stage} but "
+            f"{turning[stage]} in a pipeline that goes down the stages and comes back up; name the meshes in "
+            "an order such as a, b, c, b, a, or use schedule interleaved-1f1b"
+        )
+    chunks: dict[str, int] = {}
+    for (phase, stage), names in groups.items():
+        if phase == "forward":
+            chunks.update((name, number) for number, name in enumerate(names))
+        elif phase == "backward":  # the last chunk first; the first ones may train nothing
+            chunks.update((name, visits[stage] - 1 - number) for number, name in enumerate(names))
+    weights = {name for (phase, _), names in groups.items() if phase == "weight" for name in names}
+    for edge in graph.edges:  # from its backward part, and from the forward part of the same chunk
+        if edge.target in weights and edge.source in chunks:
+            chunks[edge.target] = chunks[edge.source]
+    return {name: chunks.get(name, 0) for names in groups.values() for name in names}
 
 
 def _text(action: Action) -> str:

@@ -51,7 +51,7 @@ def known_table(name: str, stages: int, micro_batches: int) -> TextTable:
     """The table of a schedule that is known by its name, where every part of a micro-batch takes one time.
 
     Raises:
-        GraphError: the table would have more than 4,096 forwards.
+        GraphError: the table would have more than 4,096 forwards, or the pipeline comes back up its stages.
 
     Example:
         >>> print(known_table("1f1b", 2, 2))
@@ -64,6 +64,11 @@ def known_table(name: str, stages: int, micro_batches: int) -> TextTable:
         B1 -
     """
     policy = schedule_policy(name)
+    if policy.folded:
+        raise GraphError(
+            f"schedule {name}: its pipeline comes back through the stages, which no table as text does; "
+            "inspect another schedule"
+        )
     if stages * micro_batches > _MOST:
         raise GraphError(
             f"schedule {name}: a table of {stages} stages and {micro_batches} micro-batches is too large to "
