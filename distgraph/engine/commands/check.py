@@ -84,6 +84,7 @@ class Report:
         first: the first that diverges, in program order; None when all agree.
         outputs: label -> difference from the serial program.
         gradients: parameter -> difference of its gradient from the serial program's.
+        widened: whether gradients were sent in f32 where the program sends them in 16 bits.
     """
 
     graph: Graph
@@ -92,6 +93,7 @@ class Report:
     first: Difference | None
     outputs: dict[str, Difference]
     gradients: dict[str, Difference]
+    widened: bool = False
 
     @property
     def ok(self) -> bool:
@@ -107,6 +109,8 @@ class Report:
             lines.append(
                 f"  gradients of {len(self.gradients)} parameters; nearest its bound: {name}, {_size(worst)}"
             )
+        if self.widened:
+            lines.append("  gradients were sent in f32, not in 16 bits, whose rounding would be a difference")
         lines.append("partitioned == serial" if self.first is None else self._diverged(self.first))
         return "\n".join(lines)
 
@@ -155,7 +159,11 @@ def check(
         GraphError: an input or param is missing or has another shape.
         RuntimeFault: a rank failed.
     """
-    built = build(completed, passes=(passes or pipeline()).with_pass(_EXPOSE))
+    chosen = passes or pipeline()
+    widened = any(each.name == _NARROWS for each in chosen.passes)
+    if widened:
+        chosen = chosen.changed([f"-{_NARROWS}"])
+    built = build(completed, passes=chosen.with_pass(_EXPOSE))
     sources = _sources(built.lowered, inputs, params)
     blocks = _run(built, sources)
     whole, replicas = _join_all(built.lowered, blocks, sources)
@@ -171,7 +179,7 @@ def check(
         if op.kind == "accumulate" and op.role == "backward" and op.name in program
     }
     ranks = len(built.ranks)
-    return Report(built.lowered, ranks, len(local) + len(program), first, outputs, gradients)
+    return Report(built.lowered, ranks, len(local) + len(program), first, outputs, gradients, widened)
 
 
 def _expose(lowered: Graph) -> Graph:
@@ -180,6 +188,7 @@ def _expose(lowered: Graph) -> Graph:
     return replace(lowered, outputs=shown, updates=())
 
 
+_NARROWS = "narrow_gradients"
 _EXPOSE = Pass("expose_values", _expose, requires="lowered", stage="lowered")
 
 

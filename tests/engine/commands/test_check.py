@@ -18,6 +18,7 @@ from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.op_registry import REGISTRY, lookup
 from distgraph.ir.sharding_spec import DistAttr, ShardSpec
 from distgraph.passes.complete import complete
+from distgraph.passes.pass_pipeline import Pipeline, pipeline
 
 
 def arrays(graph: Graph, rng: np.random.Generator):
@@ -33,9 +34,9 @@ def arrays(graph: Graph, rng: np.random.Generator):
     return inputs, params
 
 
-def run_check(rng, serial: Graph | None = None):
+def run_check(rng, serial: Graph | None = None, passes: Pipeline | None = None):
     serial = serial or mlp()
-    return check(complete(serial), *arrays(serial, rng), serial)
+    return check(complete(serial), *arrays(serial, rng), serial, passes)
 
 
 @pytest.fixture
@@ -57,6 +58,15 @@ def test_a_right_program_passes(rng):
     assert report.compared > 2 * len([op for op in mlp().ops if op.operands])
     assert str(report).endswith("partitioned == serial")
     assert all(found.error <= found.bound < 1e-4 for found in report.gradients.values())
+    assert not report.widened
+
+
+def test_gradients_that_are_sent_in_16_bits_are_checked_in_f32(rng):
+    report = run_check(rng, passes=pipeline(["narrow_gradients"]))
+    assert report.ok, str(report)
+    assert report.widened
+    assert "gradients were sent in f32, not in 16 bits" in str(report)
+    assert not any("wire" in op.attrs for op in report.graph.ops)
 
 
 def test_a_rule_that_splits_what_must_be_whole_is_named(rng, mutate):
