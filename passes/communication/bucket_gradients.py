@@ -21,7 +21,7 @@ from collections.abc import Hashable, Iterator
 from distgraph.ir.collective_registry import is_collective
 from distgraph.ir.graph import SOURCES, Graph, Op, Value
 from distgraph.passes.communication.fuse_reductions import fuse, fusion_key, groups_by_level, is_fusible
-from distgraph.passes.communication.message_buckets import bucket_bytes, cut, mesh_levels
+from distgraph.passes.communication.message_buckets import bucket_bytes, cut, mesh_levels, single_bytes
 from distgraph.passes.pass_registry import PassContext, register_pass
 from distgraph.passes.redistribution.planner import Price, latency_price
 
@@ -56,7 +56,8 @@ def bucket_gradients(graph: Graph, price: Price = latency_price) -> Graph:
     for group in groups:
         counted = alike.get(fusion_key(graph, group[0]), group) if group[0].name in runs else group
         group.sort(key=lambda op: position[_computed(graph, op.operands[0]).name])
-        buckets += cut(graph, group, bucket_bytes(graph, counted, price))
+        limit = bucket_bytes(graph, counted, price)
+        buckets += cut(graph, group, limit, single_bytes(graph, counted, limit))
     return fuse(graph, buckets)
 
 

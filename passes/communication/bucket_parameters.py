@@ -22,7 +22,7 @@ from distgraph.ir.graph import SOURCES, Graph, Op
 from distgraph.ir.step_phases import AFTER, BEFORE, value_phases
 from distgraph.passes.communication.fuse_reductions import fuse, fusion_key, groups_by_level, is_fusible
 from distgraph.passes.communication.gather_parameters import layer_of
-from distgraph.passes.communication.message_buckets import bucket_bytes, cut, mesh_levels
+from distgraph.passes.communication.message_buckets import bucket_bytes, cut, mesh_levels, single_bytes
 from distgraph.passes.pass_registry import PassContext, register_pass
 from distgraph.passes.redistribution.planner import Price, latency_price
 
@@ -47,13 +47,16 @@ def bucket_parameters(graph: Graph, price: Price = latency_price) -> Graph:
 
     buckets: list[list[Op]] = []
     for group in groups_by_level(graph, key):
-        buckets += cut(graph, group, bucket_bytes(graph, group, price))
+        limit = bucket_bytes(graph, group, price)
+        buckets += cut(graph, group, limit, single_bytes(graph, group, limit))
     return fuse(graph, buckets)
 
 
 def _uses(graph: Graph) -> dict[str, Hashable]:
     """All_gather of a parameter -> what it is gathered for: a use of its layer, the step, or the next one."""
     uses: dict[str, Hashable] = {}
+    if not any(op.kind == "comm.all_gather" for op in graph.ops):
+        return uses
     phases, run = value_phases(graph), 0
     follow: set[str] = set()  # results of the present run of gathers, and what is made of one of them alone
     for op in graph.ops:

@@ -5,8 +5,8 @@ all tensors of a group have S bytes and a bucket B, the messages cost S / B time
 one, with B b, is not hidden by computation. The sum S l / B + B b is least for B = sqrt(S l / b). A bucket is
 closed when it has B bytes.
 
-A message of pieces (`Collective.fusible`) is packed, so a tensor that fills a bucket is sent by itself, from
-where it is stored.
+A message of pieces (`Collective.fusible`) is packed, which takes time and memory. So a tensor that fills a
+bucket, or lasts `WORTH` times as long as the start of a message, is sent by itself, from where it is stored.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from distgraph.ir.collective_registry import collective_of, wire_dtype
 from distgraph.ir.dtypes import itemsize
 from distgraph.ir.graph import Graph, Op
 from distgraph.passes.redistribution.planner import BYTE_PRICES, Price, block_volume, latency_price
+
+WORTH = 4
+"""Starts of a message that a tensor lasts when packing it with others is no longer worth the copies."""
 
 
 def bucket_bytes(graph: Graph, group: Sequence[Op], price: Price) -> float:
@@ -40,13 +43,23 @@ def bucket_bytes(graph: Graph, group: Sequence[Op], price: Price) -> float:
     return math.sqrt(total * start / slope) if slope > 0 else math.inf
 
 
-def cut(graph: Graph, ops: Iterable[Op], limit: float) -> list[list[Op]]:
-    """Consecutive ops in buckets, each closed when it has `limit` bytes."""
+def single_bytes(graph: Graph, group: Sequence[Op], limit: float) -> float:
+    """Bytes from which on a tensor is sent by itself, for collectives of one group with buckets of `limit`.
+
+    The ratio l / b of the start of a message to the seconds for a byte is limit^2 / S.
+    """
+    declared = collective_of(group[0].kind)
+    if declared is None or declared.fusible != "pieces" or math.isinf(limit):
+        return math.inf
+    return min(limit, WORTH * limit**2 / sum(message_bytes(graph, op) for op in group))
+
+
+def cut(graph: Graph, ops: Iterable[Op], limit: float, single: float = math.inf) -> list[list[Op]]:
+    """Consecutive ops in buckets, each closed when it has `limit` bytes; those of `single` bytes alone."""
     buckets: list[list[Op]] = [[]]
     size = 0.0
     for op in ops:
-        declared = collective_of(op.kind)
-        if declared is not None and declared.fusible == "pieces" and message_bytes(graph, op) >= limit:
+        if message_bytes(graph, op) >= single:
             buckets.insert(0, [op])  # the last one stays open
             continue
         if buckets[-1] and size >= limit:

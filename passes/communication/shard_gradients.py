@@ -28,7 +28,7 @@ from distgraph.ir.op_registry import rule_of
 from distgraph.ir.sharding_spec import DistAttr, Origin
 from distgraph.passes.communication.fuse_reductions import fusion_key
 from distgraph.passes.communication.gather_parameters import layer_of
-from distgraph.passes.communication.message_buckets import bucket_bytes, mesh_levels
+from distgraph.passes.communication.message_buckets import bucket_bytes, mesh_levels, single_bytes
 from distgraph.passes.pass_registry import PassContext, register_pass
 from distgraph.passes.redistribution.planner import Price, latency_price
 
@@ -70,15 +70,22 @@ class _Queue:
     def nbytes(self) -> int:
         return sum(bucket.nbytes for bucket in (*self.waiting.values(), *self.started))
 
-    def add(self, pair: _Pair, key: Hashable, limit: float) -> Iterator[Op]:
-        """Ops after a gradient: waits for earlier ones, and the messages of the buckets that it fills."""
+    def add(self, pair: _Pair, key: Hashable, limit: float, single: float) -> Iterator[Op]:
+        """Ops after a gradient: waits for earlier ones, and the messages of the buckets that it fills.
+
+        Args:
+            pair, key: the gradient, and what it has in common with others of its bucket.
+            limit: bytes at which a bucket is closed.
+            single: bytes from which on a gradient has a bucket of its own.
+        """
         if key in self.waiting and self.waiting[key].nbytes + pair.nbytes > self.room:
             yield from self.start(self.waiting.pop(key))
         while self.nbytes and self.nbytes + pair.nbytes > IN_FLIGHT * self.room:
             yield from self.free()
-        bucket = _Bucket(key) if pair.nbytes >= limit else self.waiting.pop(key, _Bucket(key))
+        alone = pair.nbytes >= single
+        bucket = _Bucket(key) if alone else self.waiting.pop(key, _Bucket(key))
         bucket.pairs.append(pair)
-        if bucket.nbytes >= limit:
+        if alone or bucket.nbytes >= limit:
             yield from self.start(bucket)
         else:
             self.waiting[key] = bucket
@@ -119,7 +126,7 @@ def shard_gradients(graph: Graph, price: Price = latency_price) -> Graph:
     sums = {graph.producers[pair.accumulate.name].operands[0].name: pair for pair in pairs.values()}
     replaced = {*sums, *(pair.accumulate.name for pair in pairs.values())}
     keys, limits = _buckets(graph, pairs, price)
-    queues = _queues(graph, pairs, max(limits.values()))
+    queues = _queues(graph, pairs, max(limit for limit, _ in limits.values()))
     ops: list[Op] = []
     for op in graph.ops:
         if op.name in sums:  # where the whole gradient was added up
@@ -129,7 +136,7 @@ def shard_gradients(graph: Graph, price: Price = latency_price) -> Graph:
         ops.append(op)
         for name in (value.name for value in op.results if value.name in pairs):
             queue = queues[pairs[name].attr.mesh]
-            ops += queue.add(pairs[name], keys[name], limits[keys[name]])
+            ops += queue.add(pairs[name], keys[name], *limits[keys[name]])
     attrs = {name: attr for name, attr in graph.attrs.items() if name not in sums}
     attrs.update((pair.scatter.name, pair.attr) for pair in pairs.values())
     return graph.with_ops(ops, attrs=attrs)
@@ -137,8 +144,8 @@ def shard_gradients(graph: Graph, price: Price = latency_price) -> Graph:
 
 def _buckets(
     graph: Graph, pairs: Mapping[str, _Pair], price: Price
-) -> tuple[dict[str, Hashable], dict[Hashable, float]]:
-    """Gradient -> what those have in common that one message may carry, and the bytes of such a message."""
+) -> tuple[dict[str, Hashable], dict[Hashable, tuple[float, float]]]:
+    """Gradient -> what those have in common that one message may carry -> `bucket_bytes`, `single_bytes`."""
     levels = mesh_levels(graph)
     keys: dict[str, Hashable] = {
         name: (fusion_key(graph, pair.scatter), levels.get(name, 0)) for name, pair in pairs.items()
@@ -146,7 +153,10 @@ def _buckets(
     groups: dict[Hashable, list[Op]] = {}
     for name, pair in pairs.items():
         groups.setdefault(keys[name], []).append(pair.scatter)
-    return keys, {key: bucket_bytes(graph, group, price) for key, group in groups.items()}
+    limits = {key: bucket_bytes(graph, group, price) for key, group in groups.items()}
+    return keys, {
+        key: (limits[key], single_bytes(graph, group, limits[key])) for key, group in groups.items()
+    }
 
 
 def _queues(graph: Graph, pairs: Mapping[str, _Pair], limit: float) -> dict[ProcessMesh, _Queue]:
