@@ -80,10 +80,11 @@ def counted(name: str) -> Counter[tuple[str, str, str]]:
     found: Counter[tuple[str, str, str]] = Counter()
     for each in plan.collectives:
         found[each.kind, "" if "->" in each.where else each.where, each.role] += each.count
-    buckets = [op for op in plan.build.lowered.ops if op.kind == "comm.all_reduce" and len(op.results) > 1]
+    buckets = [op for op in plan.build.lowered.ops if op.kind.startswith("comm.") and len(op.results) > 1]
     for op in buckets:  # each tensor counts, of those that share a message
-        found["all_reduce", "*".join(op.attrs["axes"]), op.role] += len(op.results) - 1
-    assert bool(buckets) == (("all_reduce", "dp", "backward") in found)
+        found[op.kind.removeprefix("comm."), "*".join(op.attrs["axes"]), op.role] += len(op.results) - 1
+    gradients = {("all_reduce", "dp", "backward"), ("reduce_scatter", "dp", "backward")}
+    assert bool(buckets) == bool(gradients & found.keys())
     return found
 
 

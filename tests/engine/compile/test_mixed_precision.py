@@ -56,7 +56,7 @@ def test_zero(zero: int) -> None:
         for op in compiled.build.lowered.ops
         if op.kind == "comm.all_gather" and op.role in ("forward", "backward")
     ]
-    matrices = {op.result.dtype for op in gathered if len(op.result.shape) > 1}
+    matrices = {value.dtype for op in gathered for value in op.results if len(value.shape) > 1}
     assert matrices == ({"bf16"} if zero == 3 else set())
 
 
