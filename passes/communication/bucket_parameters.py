@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from distgraph.ir.collective_registry import EACH_MICRO_BATCH
-from distgraph.ir.graph import SOURCES, Graph, Op
+from distgraph.ir.graph import SOURCES, Graph, Op, Value
 from distgraph.ir.step_phases import AFTER, BEFORE, value_phases
 from distgraph.passes.communication.fuse_reductions import fuse, fusion_key, groups_by_level, is_fusible
 from distgraph.passes.communication.gather_parameters import layer_of
@@ -52,6 +52,14 @@ def bucket_parameters(graph: Graph, price: Price = latency_price) -> Graph:
     return fuse(graph, buckets)
 
 
+def _is_stored(graph: Graph, value: Value) -> bool:
+    """Whether a value is a parameter as it is stored, perhaps in another dtype."""
+    producer = graph.producers[value.name]
+    while producer.kind == "cast":
+        producer = graph.producers[producer.operands[0].name]
+    return producer.kind == "param"
+
+
 def _uses(graph: Graph) -> dict[str, Hashable]:
     """All_gather of a parameter -> what it is gathered for: a use of its layer, the step, or the next one."""
     uses: dict[str, Hashable] = {}
@@ -65,7 +73,7 @@ def _uses(graph: Graph) -> dict[str, Hashable]:
         gathers = op.kind == "comm.all_gather" and is_fusible(op) and op.results[0].size > 0
         if gathers and op.attrs.get(EACH_MICRO_BATCH):
             uses[op.name] = run, layer_of(op, op.operands[0].name)
-        elif gathers and phases[op.name] == BEFORE:
+        elif gathers and phases[op.name] == BEFORE and _is_stored(graph, op.operands[0]):
             uses[op.name] = "step"
         elif gathers and phases[op.name] == AFTER and op.role == "optimize":
             uses[op.name] = "next step"

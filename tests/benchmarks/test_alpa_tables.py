@@ -164,11 +164,14 @@ def test_deepspeed_sends_gradients_whole_down_a_chain(ranks: int) -> None:
     ring = replace(load_runtime("deepspeed"), gradients=Gradients(each_micro_batch=True))
     scattered = forecast(af.built(plan), cluster, runtime=ring).step_seconds
     cost, mesh = CollectiveCost(cluster), ProcessMesh.grid(dp=ranks)
-    sizes = [
+    split = [
         2 * math.prod(p.shape)
         for name, p in af.model_of(plan).named_parameters()
         if optim.shard_states(mesh, "dp")(name, p.shape, None) is not None
     ]
+    messages = [op for op in af.built(plan).lowered.ops if op.kind == "comm.reduce_scatter"]
+    sizes = [sum(value.nbytes for value in op.operands) for op in messages]
+    assert sum(sizes) == sum(split)
     once = sum(cost.time("reduce_scatter", range(ranks), size) for size in sizes)
     assert af.forecast_of(plan, cluster).seconds - scattered == pytest.approx(
         2 * once / (ranks - 1), rel=1e-6

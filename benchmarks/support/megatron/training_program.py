@@ -37,7 +37,7 @@ from distgraph.runtime.program.memory_plan import plan_storage
 from distgraph.runtime.program.storage import is_started, nbytes
 
 VOCABULARY = 50257
-SINGLE_REDUCTIONS = pipeline(["-bucket_gradients", "-fuse_reductions"])
+SINGLE_REDUCTIONS = pipeline(["-bucket_gradients", "-bucket_parameters", "-fuse_reductions"])
 """Passes that reduce each gradient on its own: the costs of a closed form are proportional to the layers."""
 
 
