@@ -16,6 +16,7 @@ from distgraph.ir.graph import Graph
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.verifier import verify
 from distgraph.passes.complete import complete
+from distgraph.passes.pass_pipeline import pipeline
 from distgraph.passes.search.intra_op.apply_layouts import assign
 from distgraph.passes.search.intra_op.formulate import Formulation, formulate
 from distgraph.passes.search.layering.layer_sequence import cluster_layers, layering
@@ -123,10 +124,12 @@ def test_layouts_of_another_mesh_are_refused() -> None:
 
 
 def forecast_of(formulation: Formulation, choice: tuple[int, ...], speed: float) -> Forecast:
+    """Of one message for each tensor, which is what the problem prices."""
     built = build(
         on_one_mesh(formulation, choice),
         micro_batches=formulation.graph.micro_batches,
         price=formulation.cost_model.price,
+        passes=pipeline(["-bucket_gradients", "-bucket_parameters"]),
     )
     return forecast(built, cluster(speed=speed), runtime=WAITING)
 
