@@ -18,6 +18,7 @@ claims propagate, because an axis of that name may have more ranks on another me
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -112,7 +113,8 @@ class _Propagation:
                 for i, value in enumerate(values):
                     self.touching[value.name].append((op, is_result, i))
         self.result = Shardings({name: {} for name in graph.values}, {op.name: {} for op in graph.ops})
-        self.heap: list[tuple[Key, str, str, int, int, Claim]] = []
+        self.heap: list[tuple[Key, str, str, int, int, int, Claim]] = []
+        self.pushed = itertools.count()  # numbers the claims: equal ones are not compared
 
     def run(self) -> Shardings:
         """Grant claims in order until none is left. Raises ShardingError if this does not end (a bug)."""
@@ -120,7 +122,7 @@ class _Propagation:
         limit = _STEPS_PER_ITEM * (len(self.graph.values) + len(self.graph.ops)) + 1024
         steps = 0
         while self.heap:
-            _, _, name, dim, _, claim = heapq.heappop(self.heap)
+            _, _, name, dim, _, _, claim = heapq.heappop(self.heap)
             if claim.key[2] == 0:
                 self.offer(claim, name, dim)
             else:
@@ -148,8 +150,9 @@ class _Propagation:
                     self.push(Claim((kind, 0, 0, position[name], order), axis, order, attr.origin), name, dim)
 
     def push(self, claim: Claim, name: str, dim: int) -> None:
-        # claims with equal keys are ordered by axis, name and dim, never by the order of insertion
-        heapq.heappush(self.heap, (claim.key, claim.axis, name, dim, len(self.heap), claim))
+        # claims with equal keys are ordered by axis, name, dim and order; equal claims may come in any order
+        entry = (claim.key, claim.axis, name, dim, claim.order, next(self.pushed), claim)
+        heapq.heappush(self.heap, entry)
 
     def grant_value(self, claim: Claim, name: str, dim: int) -> None:
         """Grant a claim on a dim of a value, unless the axis is granted already."""

@@ -173,6 +173,7 @@ def _two_ranks() -> Case:
         pytest.param(9700000, 8461, False, id="plan with a copied input"),
         pytest.param(9700000, 98, True, id="ranks of a stage without a forecast"),
         pytest.param(9800000, 44, True, id="recursion that goes on in the inner dim of a reshape"),
+        pytest.param(0, 9910291, False, id="two claims of one key on a dim, which differ in their place"),
     ],
 )
 def test_a_plan_is_made_of_any_program(seed: int, number: int, searched: bool) -> None:
