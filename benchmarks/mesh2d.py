@@ -1,6 +1,6 @@
 """Two-dimensional tensor parallelism on simulated TPU v4 tori: MeshSlice, its rivals and the tuner.
 
-    python -m benchmarks.mesh2d [--json FILE] [--quick]
+    python -m benchmarks.mesh2d [--json FILE] [--quick] [--measured FILE ...]
 
 The four fully connected layers of a block of GPT-3 175B (d = 12288) and Megatron-Turing NLG 530B (d = 20480),
 sequence 2048, forward and backward, on 16, 64 and 256 chips of `tpu_v4_16x16.yaml` (a torus of the shape of
@@ -11,12 +11,17 @@ Two figures for each: `model`, the tuner's closed form (MeshSlice, section 3.2.2
 forecast of the compiled program under the simulated clock, for the algorithms that distgraph compiles. With
 --quick weak scaling alone.
 
+The steps of real ranks (`measured`) come from `benchmarks.mesh2d_networks`: from the files of former runs
+that --measured names, or else from a run of all networks, for half an hour. There are none without root,
+and with --quick only those of files.
+
 Keys of the result: see `benchmarks/HISTORY.md` for what they were. `meshslice_over_wang_256` (percent),
 `end_to_end_256` (seconds of a training step of a whole block, and percent, see `end_to_end`),
 `mean16_over_collective`, `mean16_over_wang` (percent, mean over the forward and backward products of the four
 layers of both models on 256 chips, by the model), `efficiency_loss` (points, 16 to 256 chips),
 `dataflow_gain` (percent, against all weights stationary), `order_holds` (MeshSlice < Wang < Collective in all
-cases), `tuner_seconds` (of the processor), `rows`. Nothing is fitted to the paper's results.
+cases), `tuner_seconds` (of the processor), `rows`, `measured` (of `benchmarks.mesh2d_networks`). Nothing is
+fitted to the paper's results.
 """
 
 from __future__ import annotations
@@ -25,11 +30,14 @@ import argparse
 import json
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from benchmarks import mesh2d_networks
+from benchmarks.support.machines import missing
 from benchmarks.support.torus_prices import TPU_V4
 from distgraph import nn, ops
 from distgraph.engine.compile.train_graph import train_graph
@@ -222,7 +230,7 @@ def end_to_end() -> dict[str, Any]:
     return found
 
 
-def run(quick: bool) -> dict[str, Any]:
+def run(quick: bool, measured: list[dict[str, Any]]) -> dict[str, Any]:
     """All figures."""
     print("model     scaling chips algorithm        mesh    model ms simulated ms  utilisation (model)")
     rows = []
@@ -275,9 +283,21 @@ def run(quick: bool) -> dict[str, Any]:
             "least": min((s / m for m, s in pairs), default=None),
             "most": max((s / m for m, s in pairs), default=None),
         },
-        "measured": [],
+        "measured": measured,
         "rows": rows,
     }
+
+
+def measured_steps(files: Sequence[Path], quick: bool) -> list[dict[str, Any]]:
+    """Measured and forecast seconds of steps on networks; see the head of this file."""
+    if files:
+        return [row for file in files for row in json.loads(file.read_text())["measured"]]
+    reason = "--quick" if quick else missing()
+    if reason:
+        print(f"no steps on networks: {reason}; name files of benchmarks.mesh2d_networks with --measured")
+        return []
+    rows: list[dict[str, Any]] = mesh2d_networks.run(mesh2d_networks.SETTINGS, quick=False)["measured"]
+    return rows
 
 
 def main() -> None:
@@ -285,8 +305,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--measured", type=Path, nargs="+", default=[], metavar="FILE")
     options = parser.parse_args()
-    result = run(options.quick)
+    result = run(options.quick, measured_steps(options.measured, options.quick))
     print(json.dumps({key: value for key, value in result.items() if key != "rows"}, indent=1))
     if options.json:
         options.json.write_text(json.dumps(result, indent=1))

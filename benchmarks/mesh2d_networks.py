@@ -1,13 +1,14 @@
 """Distributed matrix products on networks of limited speed: measured steps beside their forecasts.
 
-    python -m benchmarks.mesh2d_networks [--json FILE] [--quick]
+    python -m benchmarks.mesh2d_networks [--json FILE] [--quick] [--network N] [--rounds N] [--profile S]
 
 Machines are network namespaces of this computer (`benchmarks.support.machines`; needs root), each with its
 share of the cores: four machines of one rank, two machines of two ranks, and four ranks of one machine, which
 no network limits. Each network is first measured by `distgraph profile`, which knows nothing of the products.
 Then two linear layers train on a mesh of 2 x 2 ranks by every algorithm, in turns over several rounds; a step
 is one product forward and two backward for each layer, without the gradient of the input. Seconds are medians
-of all steps, forecasts those of the same compiled program on the profiled cluster.
+of all steps, forecasts those of the same compiled program on the profiled cluster, rank i on device i: the
+measured job compares the graph that it runs and the host of every rank with those of the forecast.
 
 Keys of the result: `measured`, a list of {network, product, algorithm, measured_seconds, forecast_seconds};
 `signs`, of pairs of algorithms whose measured seconds differ by more than 10 %, the number of those forecast
@@ -18,14 +19,17 @@ over `collective`, in points.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import itertools
 import json
+import re
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from operator import itemgetter
@@ -37,12 +41,14 @@ import numpy as np
 import distgraph as dg
 from benchmarks.support.machines import Network, machines
 from distgraph import nn, ops, optim
+from distgraph.ir.printer import print_graph
 from distgraph.resources import load_cluster
 from distgraph.runtime.forecast.forecast import forecast
 from distgraph.runtime.launch.launch import current_transport
 
 ROOT = Path(__file__).resolve().parent.parent
 RANKS, ROUNDS, STEPS = 4, 2, 6
+PROFILE_SECONDS = 240.0
 THREADS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")
 SHAPES = {"up and down": (1024, 1024, 4096), "square": (2048, 2048, 2048), "tall": (6144, 1024, 1024)}
 CLUSTER = """name: network
@@ -132,6 +138,7 @@ def rank_main(arguments: list[str]) -> None:
     engine, batch = make(case)
     engine.run(batch)
     engine.run(batch)
+    program = program_digest(engine, batch)
     seconds = []
     for _ in range(steps):
         transport.barrier()
@@ -139,9 +146,18 @@ def rank_main(arguments: list[str]) -> None:
         engine.run(batch)
         seconds.append(time.perf_counter() - start)
     engine.close()
-    found = transport.gather_objects(seconds, 0)
+    found = transport.gather_objects((seconds, program, socket.gethostname()), 0)
     if found is not None:
-        output.write_text(json.dumps([max(column) for column in zip(*found, strict=True)]))
+        columns = zip(*(steps for steps, _, _ in found), strict=True)
+        job = {"programs": [digest for _, digest, _ in found], "hosts": [host for _, _, host in found]}
+        output.write_text(json.dumps({"seconds": [max(column) for column in columns], **job}))
+
+
+def program_digest(engine: dg.Engine, batch: Any) -> str:
+    """Digest of the graph that an engine compiles: ops, collectives, layouts, ranks; no source lines."""
+    text = print_graph(engine.prepare(batch).build.lowered)
+    lines = re.sub(r"[\w.]+\.py:[0-9]+", "", text).split()  # the columns are as wide as the source lines
+    return hashlib.sha256(" ".join(lines).encode()).hexdigest()
 
 
 @contextmanager
@@ -168,13 +184,19 @@ def description(setting: Setting) -> str:
 
 
 def measured(network: Network, case: Case, steps: int) -> list[float]:
-    """Seconds of steps of a case."""
+    """Seconds of steps of a case, whose program and hosts are those of `forecast_seconds`."""
     script = "import sys; from benchmarks.mesh2d_networks import rank_main; rank_main(sys.argv[1:])"
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "seconds.json"
         _run(network, [sys.executable, "-c", script, json.dumps(asdict(case)), str(steps), str(output)], 600)
-        seconds: list[float] = json.loads(output.read_text())
-        return seconds
+        job = json.loads(output.read_text())
+    hosts = [f"m{rank * network.count // RANKS}" for rank in range(RANKS)]
+    if network.count > 1 and job["hosts"] != hosts:
+        sys.exit(f"ranks of {case.label} ran on {job['hosts']} but are forecast on {hosts}")
+    if set(job["programs"]) != {program_digest(*make(case))}:
+        sys.exit(f"ranks of {case.label} ran another program than the one that is forecast")
+    seconds: list[float] = job["seconds"]
+    return seconds
 
 
 def _run(network: Network, command: list[str], timeout: float) -> None:
@@ -218,18 +240,20 @@ def compare(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {"measured": rows, "signs": {"right": right, "pairs": pairs}, "gain_error": 100 * worst}
 
 
-def run(quick: bool) -> dict[str, Any]:
+def run(
+    settings: Sequence[Setting], quick: bool, rounds: int = ROUNDS, profile_seconds: float = PROFILE_SECONDS
+) -> dict[str, Any]:
     """Profile, measure and forecast on every network."""
-    rows = []
-    for setting in SETTINGS[: 1 if quick else None]:
+    rows: list[dict[str, Any]] = []
+    for setting in settings:
         seconds: dict[tuple[str, Case], list[float]] = {case: [] for case in cases(quick)}
         with network_of(setting) as network, tempfile.TemporaryDirectory() as folder:
-            cluster = profiled(setting, network, Path(folder), 60.0 if quick else 240.0)
-            for _ in range(1 if quick else ROUNDS):
+            cluster = profiled(setting, network, Path(folder), profile_seconds)
+            for _ in range(rounds):
                 for product, case in seconds:
                     seconds[product, case] += measured(network, case, 3 if quick else STEPS)
         for (product, case), steps in seconds.items():
-            row = {"network": setting.name, "product": product, "algorithm": case.label}
+            row: dict[str, Any] = {"network": setting.name, "product": product, "algorithm": case.label}
             row["measured_seconds"] = statistics.median(steps)
             row["quartiles"] = [float(q) for q in np.quantile(steps, (0.25, 0.75))]
             row["forecast_seconds"] = forecast_seconds(case, cluster)
@@ -246,8 +270,13 @@ def main() -> None:
     )
     parser.add_argument("--json", help="write the result there")
     parser.add_argument("--quick", action="store_true", help="one network, one product, few steps")
+    parser.add_argument("--network", type=int, choices=range(len(SETTINGS)), help="this network alone")
+    parser.add_argument("--rounds", type=int, help=f"rounds over all cases; by default {ROUNDS}")
+    parser.add_argument("--profile", type=float, help="seconds of the profile of a network; by default 240")
     given = parser.parse_args()
-    result = run(given.quick)
+    settings = SETTINGS[: 1 if given.quick else None] if given.network is None else [SETTINGS[given.network]]
+    rounds = given.rounds or (1 if given.quick else ROUNDS)
+    result = run(settings, given.quick, rounds, given.profile or (60.0 if given.quick else PROFILE_SECONDS))
     print(json.dumps(result))
     if given.json:
         Path(given.json).write_text(json.dumps(result))

@@ -16,17 +16,23 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 SWITCH, NETWORK = "dgswitch", "10.77.0"
 _CPU_V1, _CPU_V2 = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
 _LOCK = Path("/run/lock/distgraph-machines")
+_SPACE = re.compile(
+    r"dgm\d+"
+)  # network namespaces and control groups of machines; their links are dgv0, dgv1, ...
 _PERIOD = 10_000  # microseconds in which a machine may use its share: short, so that steps vary little
 
 
@@ -83,8 +89,14 @@ def launch_environment() -> dict[str, str]:
     return {**transports, **os.environ, **starter}
 
 
+class MachinesInUseError(RuntimeError):
+    """Another process has machines up, and the time to wait for it has passed."""
+
+
 @contextmanager
-def machines(count: int, rate: str | None = None, cpu: Sequence[float] = ()) -> Iterator[Network]:
+def machines(
+    count: int, rate: str | None = None, cpu: Sequence[float] = (), wait_seconds: float | None = None
+) -> Iterator[Network]:
     """Machines for the body of a `with` statement.
 
     Args:
@@ -92,22 +104,49 @@ def machines(count: int, rate: str | None = None, cpu: Sequence[float] = ()) -> 
         rate: speed of each machine's link, in each direction, as `tc` writes it, such as "400mbit"; None for
             links that are not limited.
         cpu: cores that each machine may use, such as (1.0, 0.5); empty for no limit.
+        wait_seconds: how long to wait while another process has machines up; None for as long as it takes.
 
     Raises:
+        MachinesInUseError: another process still has machines up after `wait_seconds`.
         RuntimeError: see `missing`; or a command of iproute2 failed.
     """
     reason = missing()
     if reason:
         raise RuntimeError(f"no machines can be made here: {reason}")
-    with _LOCK.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # one user at a time: names and addresses are the same for all
+    with _LOCK.open("a+") as lock:
+        _acquire(lock, wait_seconds)  # one user at a time: names and addresses are the same for all
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
         with _up_and_down(count, rate, cpu) as network:
             yield network
 
 
+def _acquire(lock: TextIO, wait_seconds: float | None) -> None:
+    """Lock a file, or raise MachinesInUseError with the process whose number the file has."""
+    if wait_seconds is None:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return
+    end = time.monotonic() + wait_seconds
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= end:
+                lock.seek(0)
+                holder = lock.read() or "with an unknown number"
+                raise MachinesInUseError(
+                    f"process {holder} has had machines up for the {wait_seconds:g} seconds for "
+                    "which this process waited; wait until it has ended, or end it"
+                ) from None
+            time.sleep(0.1)
+        else:
+            return
+
+
 @contextmanager
 def _up_and_down(count: int, rate: str | None, cpu: Sequence[float]) -> Iterator[Network]:
-    _down(count)
+    _down()
     try:
         _ip("link", "add", SWITCH, "type", "bridge")
         _ip("addr", "add", f"{NETWORK}.254/24", "dev", SWITCH)
@@ -118,7 +157,7 @@ def _up_and_down(count: int, rate: str | None, cpu: Sequence[float]) -> Iterator
                 _limit_cpu(machine, cpu[machine])
         yield Network(count)
     finally:
-        _down(count)
+        _down()
 
 
 def _up(machine: int, rate: str | None) -> None:
@@ -154,12 +193,17 @@ def _groups(machine: int) -> list[Path]:
     return [path for path in (_CPU_V1 / f"dgm{machine}", _CPU_V2 / f"dgm{machine}") if path.exists()]
 
 
-def _down(count: int) -> None:
-    """Remove what a former use may have left, and what this one made."""
-    for machine in range(count):
-        _run("ip", "netns", "del", f"dgm{machine}", check=False)
-        _run("ip", "link", "del", f"dgv{machine}", check=False)
-        for group in _groups(machine):
+def _down() -> None:
+    """Remove all machines: those of this use, and those of a former use of any size that was killed."""
+    spaces = _run("ip", "netns", "list", check=False).split()  # "dgm0 (id: 1)" a line
+    roots = [root for root in (_CPU_V1, _CPU_V2) if root.exists()]
+    groups = [path for root in roots for path in root.glob("dgm*")]
+    for space in sorted({*spaces, *(path.name for path in groups)}):
+        if _SPACE.fullmatch(space):
+            _run("ip", "netns", "del", space, check=False)
+            _run("ip", "link", "del", space.replace("dgm", "dgv"), check=False)
+    for group in groups:
+        if _SPACE.fullmatch(group.name):
             with contextlib.suppress(OSError):  # a process may still be in it
                 group.rmdir()
     _run("ip", "link", "del", SWITCH, check=False)
@@ -169,10 +213,11 @@ def _ip(*words: str) -> None:
     _run("ip", *words)
 
 
-def _run(*words: str, check: bool = True) -> None:
+def _run(*words: str, check: bool = True) -> str:
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if check and done.returncode:
         raise RuntimeError(f"{' '.join(words)}: {done.stderr.strip()}")
+    return done.stdout
 
 
 def _enter(argv: Sequence[str]) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
-from benchmarks.support.machines import machines, missing
+from benchmarks.support.machines import MachinesInUseError, Network, machines, missing
 
 SCRIPT = """
 import socket
@@ -23,11 +26,24 @@ def output(*words: str) -> str:
     return subprocess.run(words, check=True, capture_output=True, text=True).stdout
 
 
+@contextmanager
+def up(count: int, rate: str | None = None, cpu: Sequence[float] = ()) -> Iterator[Network]:
+    """Machines; the test is skipped while another process, such as a benchmark, has machines up."""
+    try:
+        network = machines(count, rate, cpu, wait_seconds=10)
+        entered = network.__enter__()
+    except MachinesInUseError as error:
+        pytest.skip(str(error))
+    with ExitStack() as stack:
+        stack.push(network)
+        yield entered
+
+
 @pytest.mark.skipif(missing() != "", reason=missing() or "machines can be made")
 def test_ranks_fill_machines_in_order_know_their_cores_and_the_network_is_removed(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    with machines(2, rate="80mbit", cpu=(1.0, 0.5)) as network:
+    with up(2, rate="80mbit", cpu=(1.0, 0.5)) as network:
         lines = network.run(4, [sys.executable, str(script)]).stdout.splitlines()
         assert "rate 80Mbit" in output("ip", "netns", "exec", "dgm1", "tc", "qdisc", "show", "dev", "eth0")
         with pytest.raises(ValueError, match="3 ranks cannot be shared equally by 2 machines"):
@@ -36,3 +52,29 @@ def test_ranks_fill_machines_in_order_know_their_cores_and_the_network_is_remove
     places = ["rank 0 on m0", "rank 1 on m0", "rank 2 on m1", "rank 3 on m1"]
     assert hosts == [f"{place} with {1 if 'm0' in place else 0.5} cores" for place in places]
     assert "dgm" not in output("ip", "netns", "list")
+
+
+@pytest.mark.skipif(missing() != "", reason=missing() or "machines can be made")
+def test_machines_that_a_killed_process_left_are_removed() -> None:
+    """Those of a larger number too, but no namespace of another name."""
+    with up(1):
+        output("ip", "netns", "add", "dgm7")
+        output("ip", "link", "add", "dgv7", "type", "veth", "peer", "name", "eth0", "netns", "dgm7")
+        output("ip", "netns", "add", "dgmother")
+    try:
+        spaces = output("ip", "netns", "list").split()
+        assert "dgmother" in spaces
+        assert "dgm7" not in spaces
+        assert "dgv7" not in output("ip", "link", "show")
+    finally:
+        output("ip", "netns", "del", "dgmother")
+
+
+@pytest.mark.skipif(missing() != "", reason=missing() or "machines can be made")
+def test_a_second_user_learns_who_has_machines_up() -> None:
+    with (
+        up(1),
+        pytest.raises(MachinesInUseError, match=rf"process {os.getpid()} .* 0.2 seconds .*; wait until"),
+        machines(1, wait_seconds=0.2),
+    ):
+        pass

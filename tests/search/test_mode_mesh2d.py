@@ -80,6 +80,22 @@ def test_a_transformer_trains_as_on_one_rank(machines: tuple[int, int], ranks: i
     assert any(name.startswith("mesh2d") for name in plan.baselines)
 
 
+@pytest.mark.parametrize("shape", [(2, 4), (4, 2)])
+def test_a_transformer_trains_on_the_mesh_of_an_annotation(shape: tuple[int, int], tmp_path: Path) -> None:
+    """Eight ranks on meshes that are not square equal one rank."""
+
+    def model() -> GPT:
+        return GPT(GPTConfig(vocabulary=96, hidden=64, heads=8, layers=1, sequence=8, dtype="f64"))
+
+    annotated, mesh = model(), dg.ProcessMesh.grid(rows=shape[0], cols=shape[1])
+    dg.shard_tensor(annotated.head.weight, mesh, ["rows", "cols"])
+    sharded = engine(annotated, strategy=dg.Strategy(mode="mesh2d"), cluster=cluster((4, 4)))
+    assert losses(sharded) == pytest.approx(losses(engine(model())), rel=0, abs=1e-12)
+    plan = saved(sharded, tmp_path)
+    assert plan.stages[0].mesh.shape == shape
+    assert computed(plan) == {"matmul", "einsum"}
+
+
 def test_a_transformer_trains_on_meshes_beside_each_other(tmp_path: Path) -> None:
     """Data parallelism of 2, each on a mesh of 2 x 2, equals one rank."""
     model, mesh = gpt(), dg.ProcessMesh.grid(dp=2, rows=2, cols=2)

@@ -23,7 +23,7 @@ from distgraph.passes.matmul_algorithms.distribute_matmuls import distribute_mat
 from distgraph.passes.pass_pipeline import run_passes
 from distgraph.runtime.program.build import build
 
-SLICED = [(2, 1), (2, 2), (2, 8), (4, 1), (4, 2), (4, 8)]
+SLICED = [(slices, block) for slices in (1, 2, 4) for block in (1, 2, 8)]
 
 
 def check(case: Product) -> None:
