@@ -57,6 +57,7 @@ class _Loader(yaml.SafeLoader):
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
         self.depth = 0
+        self.merged = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         self.depth += 1
@@ -79,9 +80,11 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        before = len(node.value)
         super().flatten_mapping(node)  # which calls this method for what is merged, before it copies that
-        if len(node.value) > MOST_ITEMS:
-            raise self._refused(node, f"merge keys give a mapping more than {MOST_ITEMS} entries")
+        self.merged += max(0, len(node.value) - before)
+        if self.merged > MOST_ITEMS:
+            raise self._refused(node, f"merge keys copy more than {MOST_ITEMS} entries")
 
     def read_scalar(self, node: yaml.Node, read: Callable[[Any, Any], Any]) -> Any:
         """A scalar with a tag that PyYAML reads, whose exceptions for a wrong text are of many kinds."""

@@ -40,11 +40,16 @@ def aliases(levels: int, form: str) -> str:
     return "\n".join(lines)
 
 
+def merges(count: int) -> str:
+    """Each of `count` mappings has the entries of the one before and one more."""
+    return "\n".join(["a0: &a0 {k0: 0}", *(f"a{i}: &a{i} {{<<: *a{i - 1}, k{i}: 0}}" for i in range(1, count))])
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         (aliases(9, "[{}]"), r"x.yaml: has more than 200000 entries"),
-        (aliases(9, "{{<<: [{}]}}"), r"x.yaml:\d+:4: not YAML: merge keys give a mapping more than 200000"),
+        (merges(1000), r"x.yaml:\d+:\d+: not YAML: merge keys copy more than 200000 entries"),
         ("&a [*a]", r"x.yaml: objects and lists are nested more than 64 deep"),
         ("a: " + "[" * 10_000, r"x.yaml:1:67: not YAML: lists and mappings are nested more than 64 deep"),
         ("- " * 10_000, r"x.yaml:1:129: not YAML: lists and mappings are nested more than 64 deep"),
