@@ -102,6 +102,7 @@ class ModelCheckpoint(Callback):
         mode: "min" or "max", what better means.
         keep: how many of the last checkpoints stay; older ones that this training wrote to `path`, also
             before it was resumed, are deleted. All stay by default.
+        asynchronous: training goes on while a checkpoint is written; see `Engine.save`.
 
     Raises:
         RuntimeFault: an argument makes no sense, or two do not go together.
@@ -115,6 +116,7 @@ class ModelCheckpoint(Callback):
         best: str | None = None,
         mode: str = "min",
         keep: int | None = None,
+        asynchronous: bool = False,
     ) -> None:
         self.path = PathTemplate(path, "ModelCheckpoint")
         check_place("ModelCheckpoint", self.path.at(0, 0))
@@ -134,6 +136,7 @@ class ModelCheckpoint(Callback):
                 f"{{epoch}} or {{step}} in it"
             )
         self.every, self.every_steps, self.best, self.mode, self.keep = every, every_steps, best, mode, keep
+        self.asynchronous = asynchronous
         self._best = _Best("ModelCheckpoint", mode)
 
     def on_train_begin(self, engine: Engine, last_epoch: int) -> None:
@@ -164,7 +167,7 @@ class ModelCheckpoint(Callback):
     def _save(self, engine: Engine) -> None:
         path = self.path.at(engine.epoch, engine.step)
         try:
-            engine.save(str(path))
+            engine.save(str(path), asynchronous=self.asynchronous)
         except NonFiniteError as error:
             if engine.training_spec.strategy.nonfinite != "warn":
                 raise

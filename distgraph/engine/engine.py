@@ -10,12 +10,11 @@ from typing import Any
 
 import numpy as np
 
-import distgraph
 from distgraph.engine.callback_events import watching
 from distgraph.engine.callbacks import Callback, ProgressBar
 from distgraph.engine.checkpoints.checkpoint_retention import Checkpoints
-from distgraph.engine.checkpoints.loading import Loaded, blocks_of, check_records, unread_of, verify_files
-from distgraph.engine.commands.interrupt import deferred
+from distgraph.engine.checkpoints.loading import Loaded, check_records, restore_training, verify_files
+from distgraph.engine.checkpoints.saving import Saves, contents_of
 from distgraph.engine.commands.overrides import cluster_given, plan_for, strategy_given
 from distgraph.engine.commands.script_runner import offer_program, offer_step
 from distgraph.engine.compile.conflict_warning import warn_conflicts
@@ -29,7 +28,7 @@ from distgraph.engine.compile.training_spec import TrainingSpec, metric_names
 from distgraph.engine.data import DataLoader, as_source, stand_ins, whole
 from distgraph.engine.generation import Limits, Sampling, generate
 from distgraph.engine.history import History, Means
-from distgraph.engine.nonfinite import NonFiniteSteps, fault_of, skipped_steps
+from distgraph.engine.nonfinite import NonFiniteSteps, skipped_steps
 from distgraph.engine.parameter_store import Memory, assign_tensors, gather_tensors
 from distgraph.engine.session import Session
 from distgraph.engine.validation import check_parts, check_training
@@ -41,7 +40,7 @@ from distgraph.plan.plan import Plan
 from distgraph.plan.strategy import Strategy
 from distgraph.resources import Cluster, load_cluster
 from distgraph.resources.runtimes.runtime_model import RuntimeModel
-from distgraph.runtime.execute.checkpoint import Checkpoint, SavedTensor, write_checkpoint
+from distgraph.runtime.execute.checkpoint import Checkpoint
 from distgraph.runtime.execute.measured_timeline import MeasuredTimeline
 from distgraph.runtime.execute.process_group import enter, is_chief
 from distgraph.runtime.execute.recorder import Recording
@@ -105,6 +104,7 @@ class Engine:
         self._run = secrets.token_hex(8)  # of this training and all that it goes on from; rank 0's counts
         self._loaded: Loaded | None = None  # what it goes on from
         self.memory = Memory(seed, training_spec.parameters)
+        self._saves = Saves(self._after_saving)
         self._session = Session(training_spec, self.cluster, self.memory, plan_for(training_spec, plan))
 
     @property
@@ -180,6 +180,7 @@ class Engine:
                 loader = DataLoader(source, batch_size, shuffle, drop_last, self.seed, self.epoch, position)
                 self._fit_epoch(loader, valid_data, watchers)
                 position = 0
+            self._saves.wait()
         return self.history
 
     def run(self, batch: Any) -> dict[str, float]:
@@ -190,6 +191,7 @@ class Engine:
             GraphError, ShardingError, ResourceError, RuntimeFault: as `fit`.
         """
         enter("engine.run()")
+        self._saves.poll()
         given, batch = batch, whole(batch)
         request = self._session.compile_request("train", batch)
         offer_step(request, self.cluster, self.memory, batch, self._scalars())
@@ -296,9 +298,15 @@ class Engine:
         epoch = self.epoch if epoch is None else epoch
         return DataLoader(as_source(data), batch_size, shuffle, drop_last, self.seed, epoch)
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | Path, *, asynchronous: bool = False) -> None:
         """Write a checkpoint: parameters, states, and where training stands. Collective: every process calls
         it. Ctrl-C takes effect when it is written, a second one at once.
+
+        Args:
+            path: directory, made if it does not exist.
+            asynchronous: copy the values and return; threads write the copy while training goes on. Every
+                later step completes it if it is written by then; the next `save` or `load`, the end of `fit`,
+                `close` and the end of the process wait for it. They raise its error.
 
         Raises:
             RuntimeFault: there is nothing to save yet, or it cannot be written; the previous checkpoint is
@@ -307,26 +315,12 @@ class Engine:
             RuntimeFault: ranks hold different copies of a value, under Strategy(verify_replicas=...).
         """
         enter("engine.save()")
-        if not self.memory.records:
-            raise RuntimeFault("engine has no parameters yet; call fit, prepare or load before save")
-        self.memory.check_whole()
+        self._saves.wait()
+        contents = contents_of(self, self._session, self._loaded)
         self._session.verify_replicas(self.step)
-        placed = {n: SavedTensor(r.kind, r.shape, r.dtype, r.attr) for n, r in self.memory.records.items()}
-        unread = unread_of(self._loaded, self.memory.records, self._session.programs.values())
-        placed |= unread
-        block = blocks_of(self._loaded, unread, self.memory.block)
-        scale = self._nonfinite.scale
-        unused = [name for name in self._session.expected() if name not in placed]
-        training = {
-            "distgraph": distgraph.__version__, "run": self._run,
-            "step": self.step, "epoch": self.epoch, "position": self.position, "seed": self.seed,
-            "unused": unused, "losses": self.history.losses, "epochs": self.history.epochs,
-            "skipped": self.history.skipped, "means": [self._means.terms, self._means.count],
-            "loss_scale": [] if scale is None else [scale.value, scale.finished],
-        }  # fmt: skip
-        with deferred():
-            fault = fault_of(self.training_spec.model, self.memory)
-            write_checkpoint(path, self._session.ranks(), placed, block, training, fault)
+        self._saves.save(path, self._session.ranks(), contents, asynchronous)
+
+    def _after_saving(self, path: str | Path) -> None:
         if self._loaded is not None:
             self._loaded = self._loaded.after_saving(path)
             self.memory.reader = self._loaded.reader
@@ -344,6 +338,7 @@ class Engine:
             RuntimeFault: there is no checkpoint, it is damaged, or of another model; or a state is missing.
         """
         enter("engine.load()")
+        self._saves.wait()
         checkpoint = Checkpoint.open(path)
         expected = self._session.expected()
         if expected:
@@ -355,14 +350,7 @@ class Engine:
         self.memory.damaged = f"loading {path} did not end"
         self._session.ranks().run(lambda rank: self.memory.reload(rank, reader))
         self.memory.damaged = ""
-        index = checkpoint.index
-        self.step, self.epoch, self.position = index["step"], index["epoch"], index["position"]
-        self.seed = self.memory.seed = index["seed"]
-        skipped = index.get("skipped", ())  # older checkpoints know of none
-        self.history = History(list(index["losses"]), list(index["epochs"]), list(skipped))
-        if self._nonfinite.scale is not None:
-            self._nonfinite.scale.restore(index.get("loss_scale", ()))
-        self._means, self._run = Means(*index["means"]), index["run"] or self._run
+        restore_training(self, checkpoint.index)
 
     def parameters(self) -> dict[str, np.ndarray]:
         """Parameters and buffers of the model by name, as whole arrays. Collective: every process calls it.
@@ -383,7 +371,7 @@ class Engine:
     @property
     def checkpoints(self) -> Checkpoints:
         """The checkpoints that this training has written or will write; for `ModelCheckpoint`."""
-        return Checkpoints(self._run, self._session.ranks())
+        return Checkpoints(self._run, self._session.ranks(), self._saves.when_complete)
 
     @property
     def plan(self) -> PlanView:
@@ -455,7 +443,8 @@ class Engine:
         return is_chief()
 
     def close(self) -> None:
-        """End the ranks' threads. The engine starts them again when it is used again."""
+        """End the ranks' threads, after the save in progress. Further use starts them again."""
+        self._saves.wait()
         self._session.close()
 
     def _fit_epoch(self, loader: DataLoader, valid_data: Any, watchers: Sequence[Callback]) -> None:

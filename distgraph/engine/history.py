@@ -64,6 +64,10 @@ class Means:
             self.terms.setdefault(name, []).append(number * size)
         self.count += size
 
+    def copy(self) -> Means:
+        """Means with the same numbers, to which others can be added."""
+        return Means({name: list(terms) for name, terms in self.terms.items()}, self.count)
+
     def result(self) -> dict[str, float]:
         """Name -> mean over all samples added so far."""
         return {name: math.fsum(terms) / self.count for name, terms in self.terms.items()}

@@ -58,10 +58,10 @@ class Watched(dg.Engine):
 
     phases: Phases
 
-    def save(self, path: Any) -> None:
+    def save(self, path: Any, *, asynchronous: bool = False) -> None:
         """See `Engine`."""
         with self.phases.of(self, "save"):
-            super().save(path)
+            super().save(path, asynchronous=asynchronous)
 
     def evaluate(self, data: Any, batch_size: int | None = None) -> dict[str, float]:
         """See `Engine`."""

@@ -36,7 +36,7 @@ class Stub:
         self.step = self.epoch = 0
         self.saved: list[str] = []
 
-    def save(self, path: str) -> None:
+    def save(self, path: str, *, asynchronous: bool = False) -> None:
         self.saved.append(path)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from support.programs.training import LAYOUTS, data, engine
 
+from distgraph.engine import Engine
 from distgraph.engine.callbacks import ModelCheckpoint, Timeline
 from distgraph.engine.data import whole
 from distgraph.errors import ResourceError, RuntimeFault
@@ -75,13 +76,14 @@ def test_predictions_are_whole_on_every_rank(transport: MpiTransport) -> None:
         np.testing.assert_allclose(trained.predict(x, batch_size=10), wanted, rtol=1e-9, atol=1e-12)
 
 
-def test_resume_is_bit_for_bit(transport: MpiTransport, shared: Path) -> None:
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_resume_is_bit_for_bit(transport: MpiTransport, shared: Path, asynchronous: bool) -> None:
     x, y = data(22)
     for layout in fitting(transport):
         through = engine(layout, dropout=0.3)
         through.fit((x, y), epochs=3, batch_size=8, progress=False)
         stopped = engine(layout, dropout=0.3)
-        saver = ModelCheckpoint(shared / layout, every_steps=5)
+        saver = ModelCheckpoint(shared / layout, every_steps=5, asynchronous=asynchronous)
         stopped.fit((x, y), epochs=2, batch_size=8, callbacks=[saver], progress=False)
         resumed = engine(layout, dropout=0.3)
         resumed.load(shared / layout)
@@ -93,8 +95,16 @@ def test_resume_is_bit_for_bit(transport: MpiTransport, shared: Path) -> None:
         np.testing.assert_allclose(fewer.history.losses, through.history.losses, rtol=1e-10)
 
 
+def save_and_train(trained: Engine, path: Path, asynchronous: bool) -> None:
+    """Ends at the first step after a rank could not write."""
+    trained.save(path, asynchronous=asynchronous)
+    while True:
+        trained.run(next(iter(trained.dataloader(data(8), 8))))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
 def test_one_rank_cannot_write(
-    transport: MpiTransport, shared: Path, monkeypatch: pytest.MonkeyPatch
+    transport: MpiTransport, shared: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
 ) -> None:
     """Every rank gets the error, and the previous checkpoint is whole."""
     trained = engine("tp2")
@@ -109,7 +119,7 @@ def test_one_rank_cannot_write(
     if transport.rank == 1:
         monkeypatch.setattr("distgraph.runtime.execute.checkpoint.writing.write_blocks", full)
     with pytest.raises(RuntimeFault, match=r"rank 1: step-.*No space left on device"):
-        trained.save(shared / "ckpt")
+        save_and_train(trained, shared / "ckpt", asynchronous)
     transport.barrier()
     checkpoint = Checkpoint.open(shared / "ckpt")
     assert checkpoint.index == before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,10 +21,12 @@ class Checkpoints:
     Args:
         run: identifier of the training, shared by all runs that resume it, as in the index.
         world: the ranks.
+        when_complete: calls a function when the save in progress, if there is one, is complete.
     """
 
     run: str
     world: World
+    when_complete: Callable[[Callable[[], None]], None]
 
     def reserve(self, path: str | Path, lock: bool = True) -> None:
         """Check that `Engine.save` can write a checkpoint. Collective: every process calls it.
@@ -55,7 +58,7 @@ class Checkpoints:
         return shared
 
     def retain(self, path: PathTemplate, newest: Path, keep: int, best: str | None, mode: str) -> None:
-        """Delete old checkpoints, on rank 0; failures are reported on standard error.
+        """Delete old checkpoints when the newest is complete, on rank 0; standard error gets failures.
 
         Args:
             path: template with `{epoch}` or `{step}` under which they were written.
@@ -64,8 +67,10 @@ class Checkpoints:
             best: name of a number of an epoch; the checkpoint with its best value is not deleted either.
             mode: "min" or "max", the direction of improvement.
         """
-        if not self.world.is_chief:
-            return
+        if self.world.is_chief:
+            self.when_complete(lambda: self._delete_old(path, newest, keep, best, mode))
+
+    def _delete_old(self, path: PathTemplate, newest: Path, keep: int, best: str | None, mode: str) -> None:
         _, deletable = select(self._written(path), keep, best, mode)
         for folder in deletable:
             if folder.path == newest:

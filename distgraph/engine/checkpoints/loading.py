@@ -5,16 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from distgraph.engine.executable import Compiled
+from distgraph.engine.history import History, Means
 from distgraph.engine.parameter_store import Reader, Record
 from distgraph.errors import RuntimeFault
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import DistAttr, ShardSpec
 from distgraph.runtime.execute.checkpoint import Checkpoint, SavedTensor
 from distgraph.runtime.execute.process_group import World
+
+if TYPE_CHECKING:
+    from distgraph.engine.engine import Engine
 
 
 def verify_files(checkpoint: Checkpoint, world: World) -> None:
@@ -104,6 +109,17 @@ def blocks_of(
     if loaded is None or not unread:
         return block
     return lambda name, rank: loaded.checkpoint.read(name) if name in unread else block(name, rank)
+
+
+def restore_training(engine: Engine, index: Mapping[str, Any]) -> None:
+    """Set where the training of an engine stands from the index of a checkpoint."""
+    engine.step, engine.epoch, engine.position = index["step"], index["epoch"], index["position"]
+    engine.seed = engine.memory.seed = index["seed"]
+    skipped = index.get("skipped", ())  # older checkpoints know of none
+    engine.history = History(list(index["losses"]), list(index["epochs"]), list(skipped))
+    if engine._nonfinite.scale is not None:
+        engine._nonfinite.scale.restore(index.get("loss_scale", ()))
+    engine._means, engine._run = Means(*index["means"]), index["run"] or engine._run
 
 
 def reader_of(checkpoint: Checkpoint, states: bool, model: Set[str]) -> Reader:

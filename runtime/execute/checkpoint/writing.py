@@ -45,6 +45,8 @@ Block = Callable[[str, int], np.ndarray]
 Fault = Callable[[str, np.ndarray], str]
 """(name, values of its block) -> reason why they must not be saved; empty for none."""
 _RESERVED: Final = "__metadata__"
+DONE: Final = ""
+"""Error of a `commit` without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +98,16 @@ def write_checkpoint(
         RuntimeFault: on every process: the directory cannot be written, another job writes it, or any rank
             could not write; the previous checkpoint is complete.
     """
+    check_names(tensors)
+    with contextlib.ExitStack() as stack:
+        path = on_rank_0(world, lambda: prepare(directory, stack))
+        _write(path, world, tensors, block, training, fault)
+
+
+def check_names(tensors: Mapping[str, SavedTensor]) -> None:
+    """Raises RuntimeFault where a tensor has a name that safetensors files use."""
     if _RESERVED in tensors:
         raise RuntimeFault(f"checkpoint cannot hold a tensor named {_RESERVED}; give it another name")
-    with contextlib.ExitStack() as stack:
-        path = _on_rank_0(world, lambda: _prepare(directory, stack))
-        _write(path, world, tensors, block, training, fault)
 
 
 def reserve(directory: str | Path, world: World, lock: bool = True) -> None:
@@ -116,12 +123,12 @@ def reserve(directory: str | Path, world: World, lock: bool = True) -> None:
     """
 
     def work() -> Path:
-        return _prepare(directory) if lock else check_folder(directory)
+        return prepare(directory) if lock else check_folder(directory)
 
-    _on_rank_0(world, work)
+    on_rank_0(world, work)
 
 
-def _prepare(directory: str | Path, stack: contextlib.ExitStack | None = None) -> Path:
+def prepare(directory: str | Path, stack: contextlib.ExitStack | None = None) -> Path:
     """Make and lock a directory, for this process or, with a stack, for the present save."""
     path = check_folder(directory)
     if stack is not None and not path.is_dir():
@@ -158,34 +165,72 @@ def _write(
     fault: Fault | None,
 ) -> None:
     """`write_checkpoint` into a directory that exists and is locked."""
-    tag = world.share(f"step-{int(training.get('step', 0)):08d}-{secrets.token_hex(8)}", 0)
+    tag = shared_tag(world, training)
 
-    def work(rank: int) -> _WrittenBlocks:
-        return _write_blocks(path / _file(tag, rank), tensors, block, rank, fault)
+    def work(rank: int) -> WrittenBlocks:
+        return write_rank(path, tag, tensors, block, rank, fault)
 
-    written: dict[int, _WrittenBlocks] = world.gather(world.run(work))
+    written: dict[int, WrittenBlocks] = world.gather(world.run(work))
+    check_written(path, tag, world, written)
+    result = None
+    if world.is_chief:
+        result = commit(path, tensors, written, training)
+        if result == (DONE, True):
+            delete_old(path, written)
+    conclude(path, tag, world, world.share(result, 0))
+
+
+def shared_tag(world: World, training: Mapping[str, Any]) -> str:
+    """Begin of the names of the files of one save, with its step. Collective."""
+    tag: str = world.share(f"step-{int(training.get('step', 0)):08d}-{secrets.token_hex(8)}", 0)
+    return tag
+
+
+def check_written(path: Path, tag: str, world: World, written: Mapping[int, WrittenBlocks]) -> None:
+    """Remove the files of this process if a rank could not write its blocks.
+
+    Args:
+        path: folder of the checkpoint.
+        tag: of the save.
+        world: the ranks.
+        written: result of every rank.
+
+    Raises:
+        NonFiniteError, RuntimeFault: as `write_checkpoint`.
+    """
     refused = [f"{part.refused} on rank {rank}" for rank, part in sorted(written.items()) if part.refused]
-    if refused:
-        for rank in world.local:
-            files.remove(path / _file(tag, rank))
-        raise NonFiniteError(
-            f"checkpoint {path} is not written: {refused[0]}; what is there stays as it is; load it, and "
-            f"lower lr or look for nan in the data"
-        )
     failures = [f"rank {rank}: {part.error}" for rank, part in sorted(written.items()) if part.error]
-    unconfirmed = ""
-    if not failures:
-        result = _commit(path, tensors, written, training) if world.is_chief else None
-        error, in_place = world.share(result, 0)
-        failures = [f"rank 0: {error}"] if error and not in_place else []
-        unconfirmed = error if in_place else ""
-    if failures:
+    if refused or failures:
         for rank in world.local:
             files.remove(path / _file(tag, rank))
+    if refused:
+        raise refusal(path, refused[0])
+    if failures:
         raise _failed(path, failures[0])
-    if unconfirmed:
+
+
+def refusal(path: Path, why: str) -> NonFiniteError:
+    """The error of a checkpoint whose values must not be saved."""
+    return NonFiniteError(
+        f"checkpoint {path} is not written: {why}; what is there stays as it is; load it, and lower lr or "
+        f"look for nan in the data"
+    )
+
+
+def conclude(path: Path, tag: str, world: World, result: tuple[str, bool]) -> None:
+    """Raise the error of `commit`, which every process knows, if there is one.
+
+    Raises:
+        RuntimeFault: as `write_checkpoint`.
+    """
+    error, in_place = result
+    if error and not in_place:
+        for rank in world.local:
+            files.remove(path / _file(tag, rank))
+        raise _failed(path, f"rank 0: {error}")
+    if error:
         raise RuntimeFault(
-            f"checkpoint {path} is in place but the disk does not confirm it: {unconfirmed}; save once more"
+            f"checkpoint {path} is in place but the disk does not confirm it: {error}; save once more"
         )
 
 
@@ -195,8 +240,8 @@ def _failed(path: Path, why: str) -> RuntimeFault:
     )
 
 
-def _on_rank_0(world: World, work: Callable[[], Path]) -> Path:
-    """Call a function on rank 0; return its result, or raise its error, on every process."""
+def on_rank_0(world: World, work: Callable[[], Path]) -> Path:
+    """Call a function on rank 0. Collective; return its result, or raise its error, on every process."""
     path, error = Path(), ""
     if world.is_chief:
         try:
@@ -214,7 +259,7 @@ def _file(tag: str, rank: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _WrittenBlocks:
+class WrittenBlocks:
     """The blocks that one rank has written, or its error."""
 
     blocks: dict[str, Slices]
@@ -223,12 +268,18 @@ class _WrittenBlocks:
     refused: str = ""
 
 
-def _write_blocks(
-    path: Path, tensors: Mapping[str, SavedTensor], block: Block, rank: int, fault: Fault | None
-) -> _WrittenBlocks:
-    blocks = owned(tensors, rank)
+def write_rank(
+    folder: Path,
+    tag: str,
+    tensors: Mapping[str, SavedTensor],
+    block: Block,
+    rank: int,
+    fault: Fault | None = None,
+) -> WrittenBlocks:
+    """Write the blocks that a rank owns to its file of a save."""
+    path, blocks = folder / _file(tag, rank), owned(tensors, rank)
     if not blocks:
-        return _WrittenBlocks({})
+        return WrittenBlocks({})
     shapes = {n: (tuple(s.stop - s.start for s in where), tensors[n].dtype) for n, where in blocks.items()}
     try:
         metadata = {"format": FORMAT, "rank": str(rank), "file": path.name}
@@ -236,23 +287,23 @@ def _write_blocks(
         files.flush_names(path.parent)
     except RefusedError as refusal:
         files.remove(path)
-        return _WrittenBlocks({}, refused=str(refusal))
+        return WrittenBlocks({}, refused=str(refusal))
     except (OSError, RuntimeFault) as error:
         files.remove(path)
-        return _WrittenBlocks({}, error=f"{path.name}: {error}")
+        return WrittenBlocks({}, error=f"{path.name}: {error}")
     except BaseException:
         files.remove(path)
         raise
-    return _WrittenBlocks(blocks, file)
+    return WrittenBlocks(blocks, file)
 
 
-def _commit(
+def commit(
     path: Path,
     tensors: Mapping[str, SavedTensor],
-    written: Mapping[int, _WrittenBlocks],
+    written: Mapping[int, WrittenBlocks],
     training: Mapping[str, Any],
 ) -> tuple[str, bool]:
-    """Write the index and put it in place; then delete files that it does not name.
+    """Write the index and put it in place.
 
     Returns:
         The error, empty for none, and whether the new index is in place.
@@ -275,16 +326,20 @@ def _commit(
         if not in_place:
             files.remove(draft)
         return f"{INDEX}: {error}", in_place
-    keep = {part.file.name for part in parts}
+    return DONE, True
+
+
+def delete_old(path: Path, written: Mapping[int, WrittenBlocks]) -> None:
+    """Delete the files of earlier saves, after `commit`."""
+    keep = {part.file.name for part in written.values()}
     for old in path.iterdir():
         shard = SHARD.fullmatch(old.name) and old.name not in keep
         if shard or is_draft(old.name):
             files.remove(old)
-    return "", True
 
 
 def _document(
-    tensors: Mapping[str, SavedTensor], parts: Sequence[_WrittenBlocks], training: Mapping[str, Any]
+    tensors: Mapping[str, SavedTensor], parts: Sequence[WrittenBlocks], training: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The index as data, see `index.Index`."""
     entries: dict[str, Any] = {

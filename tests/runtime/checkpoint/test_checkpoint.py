@@ -256,7 +256,7 @@ def test_a_crash_before_the_index_leaves_the_previous_checkpoint(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("distgraph.runtime.execute.checkpoint.writing._commit", die)
+        patch.setattr("distgraph.runtime.execute.checkpoint.writing.commit", die)
         with pytest.raises(KeyboardInterrupt):
             trained.save(tmp_path)
     np.testing.assert_array_equal(Checkpoint.open(tmp_path).read("up.weight"), before)

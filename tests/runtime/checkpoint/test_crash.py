@@ -30,8 +30,8 @@ class OneByOne:
         return found
 
 
-def save(folder: Path, step: int, world: Any = None) -> None:
-    write(folder, step, world or OneByOne())
+def save(folder: Path, step: int, world: Any = None, background: bool = False) -> None:
+    write(folder, step, world or OneByOne(), background)
 
 
 def loaded(folder: Path) -> int | None:
@@ -54,12 +54,13 @@ def with_fault(
     at: int | None,
     error: BaseException,
     lasting: bool,
+    background: bool = False,
 ) -> tuple[FaultyOs, BaseException | None]:
     disk = FaultyOs(folder, at, error, lasting)
     with monkeypatch.context() as patched:
         patched.setattr("distgraph.runtime.execute.checkpoint.files.os", disk)
         try:
-            save(folder, step)
+            save(folder, step, background=background)
         except (Crash, RuntimeFault) as raised:
             return disk, raised
     return disk, None
@@ -86,8 +87,14 @@ def memory() -> Iterator[Path]:
         yield folder
 
 
-@pytest.mark.parametrize("before", [False, True], ids=["first", "next"])
-def test_death_at_any_operation(before: bool, memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("before", "background"),
+    [(False, False), (True, False), (True, True)],
+    ids=["first", "next", "next in the background"],
+)
+def test_death_at_any_operation(
+    before: bool, background: bool, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """kill -9, and power that goes: then what was not flushed is lost."""
     count, old = operations(monkeypatch, memory / "all", before), 1 if before else None
     assert count > 25
@@ -96,7 +103,7 @@ def test_death_at_any_operation(before: bool, memory: Path, monkeypatch: pytest.
         folder = memory / str(at)
         if before:
             save(folder, 1)
-        disk, raised = with_fault(monkeypatch, folder, 2, at, Crash(), True)
+        disk, raised = with_fault(monkeypatch, folder, 2, at, Crash(), True, background)
         assert isinstance(raised, Crash)
         where = f"operation {at}: {disk.failed}"
         state = loaded(folder)

@@ -19,7 +19,12 @@ import distgraph as dg
 from distgraph.errors import DistGraphError
 from distgraph.ir.dtypes import short
 from distgraph.ir.sharding_spec import DistAttr, ShardSpec
-from distgraph.runtime.execute.checkpoint import Checkpoint, SavedTensor, write_checkpoint
+from distgraph.runtime.execute.checkpoint import (
+    Checkpoint,
+    CheckpointInProgress,
+    SavedTensor,
+    write_checkpoint,
+)
 from distgraph.runtime.execute.checkpoint.index import INDEX, content_checksum
 from distgraph.runtime.execute.process_group import InProcessWorld
 
@@ -48,20 +53,24 @@ def values(step: int) -> dict[str, np.ndarray]:
     }
 
 
-def write(folder: Path, step: int, world: InProcessWorld) -> None:
+def write(folder: Path, step: int, world: InProcessWorld, background: bool = False) -> None:
     full = values(step)
     placed = {
         name: SavedTensor("param", array.shape, short(array.dtype), DistAttr(MESH, ShardSpec.of(SPECS[name])))
         for name, array in full.items()
     }
     training = {"step": step, "losses": [float(step), 0.5], "epochs": [{"epoch": 0, "loss": 0.25}], "seed": 7}
-    write_checkpoint(
+    parts = (
         folder,
         world,
         placed,
         lambda name, rank: full[name][placed[name].attr.spec.slices(full[name].shape, MESH, rank)],
         training,
     )
+    if background:
+        CheckpointInProgress(*parts).wait()
+    else:
+        write_checkpoint(*parts)
 
 
 @dataclass
