@@ -57,6 +57,7 @@ class _Refiner:
         self.compared = 0  # options of ops that were compared
         self.choice = [node.options.index(op.layout) for node, op in zip(self.nodes, graph.ops, strict=True)]  # type: ignore[arg-type]
         self.costs = [self.cost(i) for i in range(len(self.edges))]
+        self.effects: dict[int, list[list[tuple[int, ...]]]] = {}
 
     # ------------------------------------------------------------------ costs
 
@@ -144,16 +145,38 @@ class _Refiner:
         return (best, best_option) if best < math.inf else (0.0, present)
 
     def ranked(self, number: int) -> list[tuple[float, int]]:
-        """(lower bound of the cost of all values around an op, option), in ascending order."""
+        """(lower bound of the cost of all values around an op, option), in ascending order.
+
+        The bound of a value is computed once for all options with equal layouts of the value.
+        """
         node, present = self.nodes[number], self.choice[number]
-        options = []
-        for option in range(len(node.options)):
-            self.choice[number] = option
-            options.append((sum(map(self.bound, node.around)), option))
+        if number not in self.effects:
+            self.effects[number] = [self.effect(number, value) for value in node.around]
+        columns = []
+        for value, effects in zip(node.around, self.effects[number], strict=True):
+            bounds: dict[tuple[int, ...], float] = {}
+            for option, effect in enumerate(effects):
+                if effect not in bounds:
+                    self.choice[number] = option
+                    bounds[effect] = self.bound(value)
+            columns.append([bounds[effect] for effect in effects])
         self.choice[number] = present
-        options.sort()
+        options = sorted(
+            (sum(column[option] for column in columns), option) for option in range(len(node.options))
+        )
         self.compared += len(options)
         return options
+
+    def effect(self, number: int, value: int) -> list[tuple[int, ...]]:
+        """For every option of an op, the layouts in which it produces and reads a value around it."""
+        node, edge = self.nodes[number], self.edges[value]
+        replaced = self.edges[edge.replaces] if edge.replaces >= 0 else None
+        results = [e.position for e in (edge, replaced) if e is not None and e.producer == number]
+        operands = [operand for reader, operand in edge.readers if reader == number]
+        return [
+            (*(produced[i] for i in results), *(read[i] for i in operands))
+            for produced, read in zip(node.produced, node.read, strict=True)
+        ]
 
     def total(self, values: Sequence[int], limit: float) -> float:
         """Total cost of some values; inf if it exceeds a limit."""
