@@ -32,6 +32,7 @@ PIPELINE = (
     "dead_code_elimination",
     "choose_completion",
     "distribute_matmuls",
+    "distribute_attention",
     "reshard",
     "lower",
     "bucket_gradients",

@@ -28,7 +28,14 @@ from distgraph.ir.gc_pause import collector_paused
 from distgraph.ir.graph import SOURCES, Graph, Op, Value
 from distgraph.ir.index_rule import OpLayout
 from distgraph.ir.mesh import ProcessMesh
-from distgraph.ir.op_registry import Windows, operand_layout, operand_mesh, operand_windows, result_layout
+from distgraph.ir.op_registry import (
+    Windows,
+    operand_layout,
+    operand_mesh,
+    operand_windows,
+    result_layout,
+    result_mesh,
+)
 from distgraph.ir.sharding_spec import DistAttr, Origin
 from distgraph.passes.pass_registry import register_pass
 from distgraph.passes.redistribution.cross_mesh import transfer_cost
@@ -205,11 +212,10 @@ def _results(op: Op, attrs: dict[str, DistAttr]) -> tuple[tuple[Value, ...], lis
     """The results of an op in the layouts in which it produces them, and the reshards after it."""
     if op.kind in SOURCES:
         return op.results, []
-    layout = op.layout
-    assert layout is not None
     results, after = [], []
     for position, value in enumerate(op.results):
-        produced = DistAttr(layout.mesh, result_layout(op, position), Origin("op", f"%{op.name} {op.kind}"))
+        origin = Origin("op", f"%{op.name} {op.kind}")
+        produced = DistAttr(result_mesh(op, position), result_layout(op, position), origin)
         if attrs[value.name] == produced:
             results.append(value)
             continue

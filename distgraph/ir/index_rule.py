@@ -43,7 +43,7 @@ class Rule:
         located: indices whose start the kernel needs (`@`).
         composite: indices that share a dim with other indices in some tensor.
         sliding: indices along which the op reads other positions than it writes (`~`).
-        joint: indices that are split all or none, each into as many parts as it has positions.
+        joint: index -> the parts into which it is split where it is; all of them are split, or none.
     """
 
     text: str
@@ -55,7 +55,7 @@ class Rule:
     composite: frozenset[str] = field(default=frozenset())
     indices: tuple[str, ...] = ()
     sliding: frozenset[str] = field(default=frozenset())
-    joint: frozenset[str] = field(default=frozenset())
+    joint: Mapping[str, int] = field(default_factory=dict)
 
     def reduced(self, result: int) -> frozenset[str]:
         """Indices of the operands that a result does not have: splitting them makes that result partial."""
@@ -187,7 +187,7 @@ def make_rule(
     whole: set[str] | frozenset[str] = frozenset(),
     located: set[str] | frozenset[str] = frozenset(),
     sliding: set[str] | frozenset[str] = frozenset(),
-    joint: set[str] | frozenset[str] = frozenset(),
+    joint: Mapping[str, int] | None = None,
 ) -> Rule:
     """A rule from its parts; indices of length 1 are dropped, for there is nothing to split."""
 
@@ -199,7 +199,7 @@ def make_rule(
     order = tuple(dict.fromkeys(i for dim in every for i in dim))
     composite = frozenset(i for dim in every if len(dim) > 1 for i in dim)
     flags = frozenset(whole), frozenset(located)
-    joint_indices = frozenset(joint).intersection(order)
+    joint_indices = {index: parts for index, parts in (joint or {}).items() if index in order}
     return Rule(
         text, operands, results, dict(sizes), *flags, composite, order, frozenset(sliding), joint_indices
     )
@@ -343,7 +343,7 @@ def _solve(
 def representable(rule: Rule, layout: OpLayout) -> bool:
     """True when every dim of every tensor is a plain block under this layout (composite dims nest)."""
     split = [index for index in rule.joint if layout.of(index)]
-    if split and (len(split) < len(rule.joint) or any(_parts(layout, i) != rule.sizes[i] for i in split)):
+    if split and (len(split) < len(rule.joint) or any(_parts(layout, i) != rule.joint[i] for i in split)):
         return False
     return all(
         _dim_ok(dim, rule.sizes, layout)

@@ -1,4 +1,5 @@
-"""Which distributed algorithm computes a matrix product: data that annotations, plans and passes share.
+"""Which distributed algorithm computes a matrix product or attention: data that annotations, plans and passes
+share.
 
 The algorithms themselves are in `distgraph/passes/matmul_algorithms/`.
 """
@@ -11,7 +12,11 @@ from dataclasses import dataclass
 from distgraph.errors import ShardingError
 
 CONTRACTIONS = ("matmul", "einsum")
-"""Kinds of ops that a distributed algorithm may compute."""
+"""Kinds of ops that an algorithm for matrix products may compute."""
+ATTENTION = ("attention",)
+"""Kinds of ops that an algorithm for attention may compute."""
+ATTENTION_ALGORITHMS = ("ring",)
+"""Names of the algorithms for attention; all others are for matrix products."""
 _TEXT = re.compile(
     r"(?P<name>\w+)"
     r"(\(slices=(?P<slices>[0-9]{1,9}), block=(?P<block>[0-9]{1,9})\)|\(ring=(?P<ring>\w+)\))?"
@@ -20,10 +25,11 @@ _TEXT = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class MatmulAlgorithm:
-    """An algorithm for a contraction of two tensors on a mesh of several ranks.
+    """An algorithm for a contraction of two tensors, or for attention, on a mesh of several ranks.
 
     Attributes:
-        name: of a registered algorithm: "collective", "summa", "cannon", "wang", "meshslice".
+        name: of a registered algorithm: "collective", "summa", "cannon", "wang", "meshslice"; "ring" for
+            attention.
         slices: parts into which "meshslice" cuts the product, so that the communication of one overlaps the
             computation of another. 1 for the others.
         block: neighbouring rows or columns that stay together when a shard is sliced, such as those of one
@@ -50,6 +56,19 @@ class MatmulAlgorithm:
                 raise ShardingError(
                     f"algorithm {self.name}: {field} is {getattr(self, field)} but must be a number from 1 up"
                 )
+
+    def computes(self, kind: str) -> bool:
+        """Whether it computes ops of a kind.
+
+        >>> MatmulAlgorithm("ring").computes("attention"), MatmulAlgorithm("wang").computes("attention")
+        (True, False)
+        """
+        return kind in self.kinds
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Kinds of ops that it computes."""
+        return ATTENTION if self.name in ATTENTION_ALGORITHMS else CONTRACTIONS
 
     def __str__(self) -> str:
         if self.ring is not None:

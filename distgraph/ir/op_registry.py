@@ -139,6 +139,7 @@ class OpDef:
             around.
         operand_mesh: (op, operand) -> the mesh on which a completed op reads an operand: the ranks of its own
             mesh in the order in which each has the block that it reads. By default its own mesh.
+        result_mesh: the same for the results: the mesh on which the op leaves one.
         root: (op) -> mesh axes, and the position along them of the only ranks that have a result other than
             zero, or that read the last operand; None if all do. See the collectives broadcast and reduce.
         localize: returns the attrs of the local op; needed where attrs contain shapes or positions.
@@ -182,6 +183,7 @@ class OpDef:
     reduction: str = "sum"
     reads: Reads | None = None
     operand_mesh: Callable[[Op, int], ProcessMesh] | None = None
+    result_mesh: Callable[[Op, int], ProcessMesh] | None = None
     root: Callable[[Op], tuple[tuple[str, ...], int] | None] | None = None
     localize: Callable[[Attrs, Local], Attrs] | None = None
     decompose: Callable[..., Any] | None = None
@@ -324,6 +326,12 @@ def operand_mesh(op: Op, operand: int) -> ProcessMesh:
     """Mesh on which a completed op reads an operand."""
     declared = lookup(op.kind).operand_mesh
     return _completed(op).mesh if declared is None else declared(op, operand)
+
+
+def result_mesh(op: Op, result: int) -> ProcessMesh:
+    """Mesh on which a completed op leaves a result."""
+    declared = lookup(op.kind).result_mesh
+    return _completed(op).mesh if declared is None else declared(op, result)
 
 
 def result_layout(op: Op, result: int, layout: OpLayout | None = None) -> ShardSpec:

@@ -20,7 +20,6 @@ from distgraph.ir.collectives import COLLECTIVES
 from distgraph.ir.dtypes import NAMES, is_float, itemsize
 from distgraph.ir.graph import ROLES, SOURCES, Graph, Op, Value
 from distgraph.ir.index_rule import OpLayout, representable
-from distgraph.ir.matmul_algorithm import CONTRACTIONS
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.op_registry import (
     infer_results,
@@ -30,6 +29,7 @@ from distgraph.ir.op_registry import (
     operand_mesh,
     operand_windows,
     result_layout,
+    result_mesh,
     rule_of,
 )
 from distgraph.ir.printer import draw, op_cells
@@ -184,9 +184,9 @@ def _check_ends(graph: Graph) -> None:
             _end_fault(graph, f"place %{name}", f"%{name}", f"%{name} is made nowhere")
     for name, algorithm in graph.algorithms.items():
         producer = graph.producers.get(name)
-        if producer is None or producer.kind not in CONTRACTIONS:
+        if producer is None or not algorithm.computes(producer.kind):
             definition = "made nowhere" if producer is None else f"made by {producer.kind}"
-            message = f"%{name} is {definition}; an algorithm computes a matmul or an einsum"
+            message = f"%{name} is {definition}; {algorithm.name} computes {' or '.join(algorithm.kinds)}"
             _end_fault(graph, f'algorithm %{name} "{algorithm}"', f"%{name}", message)
 
 
@@ -321,7 +321,7 @@ def _check_stored(graph: Graph, op: Op, level: int) -> None:
     if op.kind in SOURCES:
         return  # constants are computed on every rank that reads them
     for position, value in enumerate(op.results):
-        written = DistAttr(layout.mesh, result_layout(op, position))
+        written = DistAttr(result_mesh(op, position), result_layout(op, position))
         if _blocks(graph.attrs[value.name]) != _blocks(written):
             stored = graph.attrs[value.name]
             fault(

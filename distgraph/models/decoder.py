@@ -71,7 +71,11 @@ class CausalAttention(Placed):
         if self.rotary is not None:
             q, k = rotate(q, self.rotary), rotate(k, self.rotary)
         q, k, v = self.layout.heads(q), self.layout.heads(k), self.layout.heads(v)
-        o = ops.attention(q, k, v, causal=True) if self.fused else self._composed(q, k, v)
+        o = (
+            self.layout.attention(ops.attention)(q, k, v, causal=True)
+            if self.fused
+            else self._composed(q, k, v)
+        )
         o = self.layout.heads(o)
         joined = self.layout.inner(ops.reshape(ops.transpose(o, (0, 2, 1, 3)), x.shape))
         y: Tensor = self.dropout(self.out(joined))
@@ -98,6 +102,11 @@ class CausalAttention(Placed):
 
     def _composed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention as separate ops: scores, mask, softmax and product."""
+        if self.layout.axis("sp") is not None and self.layout.context_parallel == "ring":
+            raise GraphError(
+                "attention as separate ops is not computed by a ring but context_parallel is 'ring'; build "
+                "the model with fused=True"
+            )
         batch, _, length, size = q.shape
         shared = self.heads // self.groups
         q = ops.reshape(q * size**-0.5, (batch, self.groups, shared, length, size))

@@ -1,11 +1,13 @@
 """Layouts of whole models: Megatron-like on one mesh, or on one mesh a pipeline stage.
 
-A table maps the end of a parameter's name to the dims that are split; a role (dp, tp, ep) for which the mesh
-has no axis splits nothing, so that stages of different shape share one call. Column then row: the first
+A table maps the end of a parameter's name to the dims that are split; a role (dp, tp, sp, ep) for which the
+mesh has no axis splits nothing, so that stages of different shape share one call. Column then row: the first
 matrix of a pair is split by its outputs, the second by its inputs, and one sum over tp follows (Shoeybi et
 al., "Megatron-LM", 2019, section 3). With `sequence_parallel`, activations between such pairs are split along
-the sequence (Korthikanti et al., 2022, section 4.2.2). Experts are split over the axis of the batch unless
-`ep` names another, and tokens are exchanged by all_to_all (Lepikhin et al., "GShard", 2021).
+the sequence (Korthikanti et al., 2022, section 4.2.2). An axis sp splits the sequence in the whole model, and
+parameters are repeated along it; `context_parallel` says how attention reaches all keys. Experts are split
+over the axis of the batch unless `ep` names another, and tokens are exchanged by all_to_all (Lepikhin et al.,
+"GShard", 2021).
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import Any, ClassVar, Self
 from distgraph.errors import GraphError, ShardingError
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.nn import Module, Parameter
-from distgraph.tracing.annotations import on, reshard, shard_tensor
+from distgraph.tracing.annotations import on, reshard, shard_op, shard_tensor
 from distgraph.tracing.annotations import recompute as again
 
 COLUMN: tuple[str | None, ...] = (None, "tp")
@@ -42,6 +44,9 @@ SPLIT: dict[str, tuple[str | None, ...]] = {
     "conv3.weight": (None, "tp", None, None),
 }
 """End of a parameter's name -> the role that splits each dim. Others are whole on every rank of the mesh."""
+CONTEXT_PARALLEL = ("gather", "ring", "ulysses")
+"""How attention reaches the keys of a sequence that is split: keys and values are gathered; they go round
+the ranks (docs/long_sequences.md); all are exchanged, so that heads are split in place of the sequence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,23 +55,26 @@ class Layout:
 
     Attributes:
         mesh: the ranks that compute it; None where nothing is distributed.
-        dp, tp, ep: axes for the batch, for matrices and for experts; axes that are not in the mesh split
-            nothing. The batch may be split by several: ("dp", "ep") where `ep` is only a part of the data
-            parallel ranks.
+        dp, tp, sp, ep: axes for the batch, for matrices, for the sequence and for experts; axes that are not
+            in the mesh split nothing. The batch may be split by several: ("dp", "ep") where `ep` is only part
+            of the data parallel ranks.
         sequence: whether hidden states are split along the sequence over `tp` too.
+        context_parallel: of `CONTEXT_PARALLEL`, where `sp` splits the sequence.
     """
 
     mesh: ProcessMesh | None = None
     dp: str | tuple[str, ...] = "dp"
     tp: str = "tp"
+    sp: str = "sp"
     ep: str = "dp"
     sequence: bool = False
+    context_parallel: str = "gather"
 
     def axes(self, role: str | None) -> tuple[str, ...]:
         """The axes of a role that the mesh has."""
         if role is None or self.mesh is None:
             return ()
-        name = {"dp": self.dp, "tp": self.tp, "ep": self.ep}[role]
+        name = {"dp": self.dp, "tp": self.tp, "sp": self.sp, "ep": self.ep}[role]
         return tuple(n for n in (name if isinstance(name, tuple) else (name,)) if n in self.mesh.axes)
 
     def axis(self, role: str | None) -> str | None:
@@ -79,29 +87,52 @@ class Layout:
 
     def hidden(self, x: Any) -> Any:
         """Annotates hidden states [b, s, width] between the blocks."""
-        return self.pin(x, "dp", "tp" if self.sequence else None, None)
+        positions = (*self.axes("sp"), *(self.axes("tp") if self.sequence else ()))
+        return shard_tensor(x, self.mesh, [self.axes("dp"), positions, None])
 
     def inner(self, x: Any) -> Any:
         """Annotates the output [b, s, n] of the first matrix of a pair, or logits."""
-        return self.pin(x, "dp", None, "tp")
+        return self.pin(x, "dp", "sp", "tp")
 
     def heads(self, x: Any) -> Any:
         """Annotates heads [b, h, s, d]; not where tp does not divide their number."""
+        if self.axis("sp") is not None:
+            return self._heads_of_parts(x)
         axis = self.axis("tp")
         divides = self.mesh is None or axis is None or x.shape[1] % self.mesh.axis_size(axis) == 0
         return self.pin(x, "dp", "tp", None, None) if divides else x
+
+    def _heads_of_parts(self, x: Any) -> Any:
+        """Annotates heads where the sequence is split."""
+        assert self.mesh is not None
+        split = (*self.axes("tp"), *(self.axes("sp") if self.context_parallel == "ulysses" else ()))
+        parts = self.mesh.count(split)
+        if x.shape[1] % parts:
+            raise ShardingError(
+                f"attention has {x.shape[1]} heads of queries or of keys, which axes {', '.join(split)} of "
+                f"{self.mesh} do not divide into {parts}; use fewer ranks along them"
+                + (', or context_parallel="ring"' if self.context_parallel == "ulysses" else "")
+            )
+        positions = None if self.context_parallel == "ulysses" else self.axes("sp")
+        return shard_tensor(x, self.mesh, [self.axes("dp"), split, positions, None], gradient=True)
+
+    def attention(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Attention as an op, by the algorithm of the layout where the sequence is split."""
+        if self.axis("sp") is None or self.context_parallel != "ring":
+            return function
+        return shard_op(function, self.mesh, algorithm="ring")
+
+    def whole(self, x: Any) -> Any:
+        """Hidden states gathered over tp for a pair of matrices; `x` itself if tp splits no sequence."""
+        if not self.sequence or self.axis("tp") is None:
+            return x
+        return reshard(x, self.mesh, [self.axes("dp"), self.axes("sp"), None])
 
     def routed(self, x: Any, last: str | None = None) -> Any:
         """Annotates tokens at experts [experts, groups, capacity, n]; `last` is the role of the last dim."""
         experts = self.axes("ep")
         groups = tuple(axis for axis in self.axes("dp") if axis not in experts)
         return shard_tensor(x, self.mesh, [experts, groups, None, self.axis(last)], gradient=True)
-
-    def whole(self, x: Any) -> Any:
-        """Hidden states gathered along the sequence for a pair of matrices; `x` itself if it is not split."""
-        if not self.sequence or self.axis("tp") is None:
-            return x
-        return reshard(x, self.mesh, [self.axes("dp"), None, None])
 
     def pin(self, x: Any, *roles: str | None) -> Any:
         """`x` annotated with a role, or None, for each dim; `x` itself without a mesh."""
@@ -157,12 +188,24 @@ def annotate(
     *,
     dp: str | tuple[str, ...] = "dp",
     tp: str = "tp",
+    sp: str = "sp",
     ep: str | None = None,
     sequence_parallel: bool = False,
+    context_parallel: str = "gather",
     recompute: bool = False,
 ) -> None:
     """Annotate a model for one mesh: `stages` with one stage."""
-    stages(model, [mesh], dp=dp, tp=tp, ep=ep, sequence_parallel=sequence_parallel, recompute=recompute)
+    stages(
+        model,
+        [mesh],
+        dp=dp,
+        tp=tp,
+        sp=sp,
+        ep=ep,
+        sequence_parallel=sequence_parallel,
+        context_parallel=context_parallel,
+        recompute=recompute,
+    )
 
 
 def stages(
@@ -172,8 +215,10 @@ def stages(
     *,
     dp: str | tuple[str, ...] = "dp",
     tp: str = "tp",
+    sp: str = "sp",
     ep: str | None = None,
     sequence_parallel: bool = False,
+    context_parallel: str = "gather",
     recompute: bool = False,
 ) -> None:
     """Divide the blocks of a model among meshes and annotate each stage; to be called once for a model.
@@ -185,12 +230,16 @@ def stages(
         meshes: one a stage, of any shape and size; None for a stage that is not distributed.
         layers: blocks of each stage; by default as even as possible, the longer ones first.
         dp, tp: axes that split the batch and the matrices; a mesh without such an axis splits nothing by it.
+        sp: axis that splits the sequence in the whole model; parameters are repeated along it.
         ep: axis that splits experts; by default `dp`, the last of several.
         sequence_parallel: split hidden states along the sequence over `tp`.
+        context_parallel: how attention reaches all keys where `sp` splits the sequence, see
+            `CONTEXT_PARALLEL`.
         recompute: recompute each block in the backward part instead of storing its activations.
 
     Raises:
-        ShardingError: stages and `layers` differ in number, or `layers` do not add up to the blocks.
+        ShardingError: stages and `layers` differ in number, or `layers` do not add up to the blocks; there is
+            no such `context_parallel`.
 
     Example:
         >>> from distgraph.models import GPT, GPTConfig
@@ -201,6 +250,10 @@ def stages(
         (mesh(dp=2), ...)
     """
     count = len(model.blocks)
+    if context_parallel not in CONTEXT_PARALLEL:
+        raise ShardingError(
+            f"context_parallel is {context_parallel!r} but must be one of {', '.join(CONTEXT_PARALLEL)}"
+        )
     if not meshes:
         raise ShardingError("stages got no mesh; give one a stage")
     sizes = [count // len(meshes) + (i < count % len(meshes)) for i in range(len(meshes))]
@@ -213,7 +266,15 @@ def stages(
         )
     expert_axis = dp if isinstance(dp, str) else dp[-1]
     layouts = [
-        Layout(mesh=mesh, dp=dp, tp=tp, ep=expert_axis if ep is None else ep, sequence=sequence_parallel)
+        Layout(
+            mesh=mesh,
+            dp=dp,
+            tp=tp,
+            sp=sp,
+            ep=expert_axis if ep is None else ep,
+            sequence=sequence_parallel,
+            context_parallel=context_parallel,
+        )
         for mesh in meshes
     ]
     model.recompute, model.layout, model.end = recompute, layouts[0], layouts[-1]

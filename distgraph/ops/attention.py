@@ -22,8 +22,8 @@ from distgraph.tracing.tensor import Tensor, emit
 Grads = Sequence[Tensor | None]
 
 
-def _sizes(shapes: Shapes) -> tuple[int, int, int, int, int]:
-    """(b, h, g, s, t). Raises GraphError when q, k, v do not fit."""
+def attention_sizes(shapes: Shapes) -> tuple[int, int, int, int, int]:
+    """(b, h, g, s, t) of the shapes of q, k, v. Raises GraphError when they do not fit."""
     q, k, v = shapes
     fits = len(q) == len(k) == len(v) == 4 and k[:3] == v[:3] and q[0] == k[0] and q[3] == k[3]
     if not fits or not k[1] or q[1] % k[1]:
@@ -35,13 +35,13 @@ def _sizes(shapes: Shapes) -> tuple[int, int, int, int, int]:
 
 
 def _rule(shapes: Shapes, attrs: Attrs) -> Rule:
-    _, heads, groups, _, _ = _sizes(shapes)
+    _, heads, groups, _, _ = attention_sizes(shapes)
     text = "b (g r) s@ d!, b g t! d!, b g t! e! -> b (g r) s e!, b (g r) s"
     return bind(text, shapes, None, (("g", groups), ("r", heads // groups)))
 
 
 def _grad_rule(shapes: Shapes, attrs: Attrs) -> Rule:
-    _, heads, groups, _, _ = _sizes(shapes[1:4])
+    _, heads, groups, _, _ = attention_sizes(shapes[1:4])
     text = (
         "b (g r) s@ e!, b (g r) s d!, b g t! d!, b g t! e!, b (g r) s e!, b (g r) s "
         "-> b (g r) s d!, b g t! d!, b g t! e!"
@@ -51,7 +51,7 @@ def _grad_rule(shapes: Shapes, attrs: Attrs) -> Rule:
 
 def _infer(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
     q, k, v = operands
-    b, h, _, s, _ = _sizes((q.shape, k.shape, v.shape))
+    b, h, _, s, _ = attention_sizes((q.shape, k.shape, v.shape))
     dtype = require_float(q)
     if not q.dtype == k.dtype == v.dtype:
         raise GraphError(f"q is {q.type}, k {k.type}, v {v.type}; cast them to one dtype with .astype")
@@ -98,7 +98,7 @@ def _grad_kernel(
 
 
 def _from_rule(shapes: Shapes, attrs: Attrs) -> Rule:
-    _, heads, groups, _, _ = _sizes(shapes[:3])
+    _, heads, groups, _, _ = attention_sizes(shapes[:3])
     text = "b (g r) s! d!, b g t! d!, b g t! e!, -> b (g r) s! e!"
     return bind(text, shapes, None, (("g", groups), ("r", heads // groups)))
 
@@ -124,7 +124,7 @@ def _from_kernel(xp: Any, q: Any, k: Any, v: Any, start: Any, out: Any = None, *
 
 def _pairs(shapes: Shapes, attrs: Attrs) -> int:
     """Number of (query, key) pairs that are computed, over batch and heads."""
-    b, h, _, s, t = _sizes(shapes)
+    b, h, _, s, t = attention_sizes(shapes)
     if not attrs.get("causal"):
         return b * h * s * t
     first = max(1, t - s + 1)  # keys that the first query with a key sees; every later query sees one more

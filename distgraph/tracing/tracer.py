@@ -13,7 +13,7 @@ import numpy as np
 from distgraph.errors import GraphError, ShardingError
 from distgraph.ir.dtypes import is_float, promote, short, to_numpy
 from distgraph.ir.graph import SOURCES, Graph, Op, Value
-from distgraph.ir.matmul_algorithm import CONTRACTIONS, MatmulAlgorithm
+from distgraph.ir.matmul_algorithm import MatmulAlgorithm
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.op_registry import freeze, infer_results
 from distgraph.ir.sharding_spec import AxisAttr, DistAttr, OpAxes
@@ -215,7 +215,7 @@ class Trace:
         if self.placement is not None and self.role not in ("backward", "optimize"):
             # a pipeline_boundary lasts to the end of the forward part; gradients go where their forward op is
             self.placements[results[0].name] = self.placement
-        if self.algorithm is not None and kind in CONTRACTIONS and self.role == "forward":
+        if self.algorithm is not None and self.algorithm.computes(kind) and self.role == "forward":
             self._compute_by_algorithm(self.ops[-1])
         if self.block:
             self.recomputed[results[0].name] = self.block

@@ -31,7 +31,8 @@ def distribute_matmuls(graph: Graph) -> Graph:
         ShardingError: an algorithm does not exist, or does not fit the layouts, sizes or precision of its
             contraction.
     """
-    if not graph.algorithms:
+    chosen = {name for name, each in graph.algorithms.items() if set(each.kinds) & set(CONTRACTIONS)}
+    if not chosen:
         return graph
     ops: list[Op] = []
     attrs = dict(graph.attrs)
@@ -58,7 +59,8 @@ def distribute_matmuls(graph: Graph) -> Graph:
             partial[op.name] = product.partial()
         ops += product.ops
         attrs |= {name: attr for name, attr in product.attrs.items() if name != op.name or not reduced}
-    return graph.with_ops(ops, attrs=attrs, algorithms={})
+    others = {name: each for name, each in graph.algorithms.items() if name not in chosen}
+    return graph.with_ops(ops, attrs=attrs, algorithms=others)
 
 
 def algorithm_of(graph: Graph, op: Op) -> MatmulAlgorithm | None:

@@ -268,7 +268,7 @@ class StoragePlan:
             task, number = self.made[name]
             local = self.tasks[task].ops[number]
             crosses = any(place[0] != task for place in self.uses.get(name, ())) or name in output_roots
-            sent = bool(self._sends(name))
+            sent = any(send.mode == "send" for _, send in self._sends(name))  # an exchange ends in its task
             accumulated = local.mode == "accumulate"
             zeros = local.mode == "comm.mask"
             received = local.mode == "recv"  # may arrive while the task before is still running

@@ -81,12 +81,20 @@ def test_composite_dims_split_only_where_blocks_nest() -> None:
 
 def test_joint_indices_are_split_together_and_into_single_positions() -> None:
     sizes, terms = {"p": 2, "q": 3}, ((("p",), ("q",)),)
-    rule = make_rule("joint", terms, terms, sizes, joint={"p", "q"})
+    rule = make_rule("joint", terms, terms, sizes, joint={"p": 2, "q": 3})
     mesh = ProcessMesh.grid(x=2, y=3)
     assert representable(rule, OpLayout(mesh))
     assert representable(rule, OpLayout(mesh, (("p", ("x",)), ("q", ("y",)))))
     assert not representable(rule, OpLayout(mesh, (("p", ("x",)),)))
     assert not representable(rule, OpLayout(mesh, (("p", ("y",)), ("q", ("x",)))))
+
+
+def test_a_joint_index_may_be_split_into_uneven_parts_of_a_given_number() -> None:
+    terms = ((("p",),),)
+    rule, mesh = make_rule("joint", terms, terms, {"p": 7}, joint={"p": 3}), ProcessMesh.grid(x=2, y=3)
+    assert representable(rule, OpLayout(mesh, (("p", ("y",)),)))
+    assert not representable(rule, OpLayout(mesh, (("p", ("x",)),)))
+    assert not representable(rule, OpLayout(mesh.weighted(y=(2, 1, 1)), (("p", ("y",)),)))
 
 
 def test_uneven_minor_blocks_do_not_nest() -> None:

@@ -42,7 +42,9 @@ def aliases(levels: int, form: str) -> str:
 
 def merges(count: int) -> str:
     """Each of `count` mappings has the entries of the one before and one more."""
-    return "\n".join(["a0: &a0 {k0: 0}", *(f"a{i}: &a{i} {{<<: *a{i - 1}, k{i}: 0}}" for i in range(1, count))])
+    return "\n".join(
+        ["a0: &a0 {k0: 0}", *(f"a{i}: &a{i} {{<<: *a{i - 1}, k{i}: 0}}" for i in range(1, count))]
+    )
 
 
 @pytest.mark.parametrize(

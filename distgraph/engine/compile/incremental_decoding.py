@@ -158,7 +158,7 @@ class _Derivation:
             len((rule.results if is_result else rule.operands)[tensor][d]) == 1
             for is_result, tensor, d in carriers
         )
-        bound = rule.whole | rule.located | rule.sliding | rule.joint
+        bound = rule.whole | rule.located | rule.sliding | frozenset(rule.joint)
         if not index or not alone or index in bound or rule.sizes[index] % self.length:
             self._cut_or_refuse(op, value, dim)
             return

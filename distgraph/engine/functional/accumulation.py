@@ -139,7 +139,7 @@ def _row_wise(op: Op, number: int, dim: int, operands: Sequence[Growth]) -> bool
         return all(math.prod(op.operands[i].shape[:d]) == leading for i, d in rows)
     rule = rule_of(op)
     indices = rule.results[number][dim]
-    if len(indices) != 1 or indices[0] in rule.whole | rule.located | rule.sliding | rule.joint:
+    if len(indices) != 1 or indices[0] in rule.whole | rule.located | rule.sliding | frozenset(rule.joint):
         return False
     return _carried_by(op, indices[0], rows) and sum(indices[0] in term for term in rule.results[number]) == 1
 

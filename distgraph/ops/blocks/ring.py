@@ -91,7 +91,12 @@ def _rule(shapes: Shapes, attrs: Attrs) -> Rule:
         whole |= {f"i{letter}" for term in terms for letter in term if letter not in right}
     used = {i for term in (*operands, made) for dim in term for i in dim}
     return make_rule(
-        attrs["spec"], operands, (made,), {i: sizes[i] for i in used}, whole & used, joint={_BLOCK}
+        attrs["spec"],
+        operands,
+        (made,),
+        {i: sizes[i] for i in used},
+        whole & used,
+        joint={_BLOCK: attrs["parts"]},
     )
 
 

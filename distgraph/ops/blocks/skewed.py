@@ -70,7 +70,14 @@ def _rule(shapes: Shapes, attrs: Attrs) -> Rule:
         whole |= {f"i{letter}" for letter in left + right if letter not in result}
     used = {index for term in (*operands, made) for dim in term for index in dim}
     sizes = {index: sizes[index] for index in used}
-    return make_rule(attrs["spec"], operands, (made,), sizes, whole & used, joint={_ROW, _COL})
+    return make_rule(
+        attrs["spec"],
+        operands,
+        (made,),
+        sizes,
+        whole & used,
+        joint={_ROW: attrs["parts"], _COL: attrs["parts"]},
+    )
 
 
 def _inner_block(attrs: Attrs, row: int, col: int) -> int:

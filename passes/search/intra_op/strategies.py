@@ -141,6 +141,7 @@ def strategies_of(op: Op, mesh: ProcessMesh) -> Strategies:
         rule.operands,
         rule.results,
         rule.whole,
+        tuple(rule.joint.items()),
         tuple((i, _size_class(rule, i, mesh)) for i in rule.indices),
         linear,
         passing,

@@ -28,6 +28,7 @@ from distgraph.ir.op_registry import (
     operand_mesh,
     operand_windows,
     result_layout,
+    result_mesh,
     rule_of,
     window_bounds,
 )
@@ -277,6 +278,7 @@ def check_layout(op: Op, arrays: Sequence[Array], serial: Sequence[Array], layou
     meshes = [operand_mesh(completed, i) for i in range(len(arrays))]
     pieces = [partial_pieces(a, s, m) for a, s, m in zip(arrays, specs, meshes, strict=True)]
     result_specs = [result_layout(completed, r) for r in range(len(op.results))]
+    result_meshes = [result_mesh(completed, r) for r in range(len(op.results))]
     whole: list[dict[tuple[int, ...], tuple[Array, Array]]] = [{} for _ in op.results]
     windows = [operand_windows(completed, i) for i in range(len(arrays))]
     for rank in mesh.members:
@@ -285,13 +287,14 @@ def check_layout(op: Op, arrays: Sequence[Array], serial: Sequence[Array], layou
             for a, part, s, m, read in zip(arrays, pieces, specs, meshes, windows, strict=True)
         ]
         made = run(op, local, local_attrs(completed, rank))
-        for value, spec, result, blocks in zip(op.results, result_specs, made, whole, strict=True):
-            where = spec.slices(value.shape, mesh, rank)
-            shape = spec.local_shape(value.shape, mesh, rank)
+        targets = zip(op.results, result_specs, result_meshes, made, whole, strict=True)
+        for value, spec, left, result, blocks in targets:
+            where = spec.slices(value.shape, left, rank)
+            shape = spec.local_shape(value.shape, left, rank)
             assert tuple(result.shape) == shape, (
                 f"{context}: rank {rank} made {result.shape}, its block is {shape}"
             )
-            key = coordinates(spec, mesh, rank)
+            key = coordinates(spec, left, rank)
             if key not in blocks:
                 blocks[key] = (np.zeros(value.shape, result.dtype), np.zeros(value.shape, bool))
             total, seen = blocks[key]

@@ -187,6 +187,63 @@ for _width, _start in ((1, 4), (3, 2), (5, 0)):
         )[0],
     )  # fmt: skip
 
+# attention whose keys go round a ring, in blocks of ceil(length / parts) positions
+
+
+def _ring_scores(q: Any, k: Any, parts: int, shift: int, causal: bool, scale: float) -> Any:
+    """Scores, minus infinity where block (q + shift) mod parts of the keys is not that of the query."""
+    length = q.shape[2]
+    block = np.arange(length) // -(-length // parts)
+    seen = block[None, :] == (block[:, None] + shift) % parts
+    if causal:
+        seen &= np.tril(np.ones((length, length), bool))
+    return np.where(seen, scale * np.einsum("bhsd,bhtd->bhst", q, k), -np.inf)
+
+
+def _ring_attention(q: Any, k: Any, v: Any, *step: Any) -> Any:
+    k, v = (np.repeat(x, q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = _ring_scores(q, k, *step)
+    with np.errstate(divide="ignore"):
+        lse = np.log(np.exp(scores).sum(-1))
+    p = np.exp(scores) / np.maximum(np.exp(scores).sum(-1, keepdims=True), 1e-300)
+    return np.einsum("bhst,bhtd->bhsd", p, v), lse
+
+
+def _ring_merged(total: Any, total_lse: Any, *qkv_and_step: Any) -> Any:
+    o, lse = _ring_attention(*qkv_and_step)
+    weights = np.exp(total_lse)[..., None], np.exp(lse)[..., None]
+    return (weights[0] * total + weights[1] * o) / sum(weights), np.log(sum(weights))[..., 0]
+
+
+def _ring_grad(do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, *step: Any) -> Any:
+    groups, share = k.shape[1], q.shape[1] // k.shape[1]
+    wide_k, wide_v = np.repeat(k, share, 1), np.repeat(v, share, 1)
+    p = np.exp(_ring_scores(q, wide_k, *step) - lse[..., None])
+    ds = p * (np.einsum("bhsd,bhtd->bhst", do, wide_v) - (do * o).sum(-1)[..., None]) * step[-1]
+    dk, dv = np.einsum("bhst,bhsd->bhtd", ds, q), np.einsum("bhst,bhsd->bhtd", p, do)
+    dk, dv = (x.reshape(x.shape[0], groups, share, *x.shape[2:]).sum(2) for x in (dk, dv))
+    return np.einsum("bhst,bhtd->bhsd", ds, wide_k), dk, dv
+
+
+for (_length, _parts, _shift), _causal in itertools.product(
+    ((8, 2, 1), (7, 3, 0), (6, 3, 2), (9, 4, 3), (12, 6, 1)), (False, True)
+):
+    _step, _of = (_parts, _shift, _causal, 0.6), {"parts": _parts, "shift": _shift, "causal": _causal}
+    _q, _k, _v = _normal(2, 4, _length, 3), _normal(2, 2, _length, 3), _normal(2, 2, _length, 2)
+    _o, _lse, _do = _normal(2, 4, _length, 2), _normal(2, 4, _length), _normal(2, 4, _length, 2)
+    _add(
+        "ring_attention", _q, _k, _v, scale=0.6, **_of,
+        reference=lambda *x, s=_step: _ring_attention(*x, *s),
+    )  # fmt: skip
+    _add(
+        "ring_attention_add", _o, _lse, _q, _k, _v, scale=0.6, **_of, dtypes=("f32",),
+        reference=lambda *x, s=_step: _ring_merged(*x, *s),
+    )  # fmt: skip
+    _add(
+        "ring_attention_grad", _do, _q, _k, _v, _o, _lse, scale=0.6, **_of, dtypes=("f32",),
+        reference=lambda *x, s=_step: _ring_grad(*x, *s),
+    )  # fmt: skip
+
 # optimiser steps
 
 

@@ -107,6 +107,14 @@ def contractions() -> Iterator[Case]:
         shapes = [f32(4, 256, 8, 32).transpose(0, 2, 1, 3) for _ in range(5)]
         yield Case("attention_grad", (*shapes, f32(4, 8, 256)), {"causal": causal}, f"causal={causal}")
 
+    for shift in (0, 1):
+        step = {"causal": True, "scale": 0.2, "parts": 4, "shift": shift, "block": 2}
+        heads = [f32(4, 256, 8, 32).transpose(0, 2, 1, 3) for _ in range(5)]
+        lse = f32(4, 8, 256)
+        yield Case("ring_attention", tuple(heads[:3]), step, f"shift={shift}")
+        yield Case("ring_attention_add", (heads[0], lse, *heads[:3]), step, f"shift={shift}")
+        yield Case("ring_attention_grad", (*heads, lse), step, f"shift={shift}")
+
 
 def lookups() -> Iterator[Case]:
     ids = i32(4096, 64, 64)
