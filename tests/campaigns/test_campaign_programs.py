@@ -172,13 +172,15 @@ def _two_ranks() -> Case:
     [
         pytest.param(9700000, 8461, False, id="plan with a copied input"),
         pytest.param(9700000, 98, True, id="ranks of a stage without a forecast"),
+        pytest.param(11000000, 7540, False, id="parts of a fused op that reads two meshes"),
         pytest.param(9800000, 44, True, id="recursion that goes on in the inner dim of a reshape"),
         pytest.param(0, 9910291, False, id="two claims of one key on a dim, which differ in their place"),
     ],
 )
 def test_a_plan_is_made_of_any_program(seed: int, number: int, searched: bool) -> None:
-    """Also where the copy of an input stands elsewhere in the plan than in the program, and where the
-    forecast has no rank of a stage, because blocks of its mesh have unequal sizes."""
+    """Also where the copy of an input stands elsewhere in the plan than in the program, where the forecast
+    has no rank of a stage, because blocks of its mesh have unequal sizes, and where a decomposed op reads a
+    parameter of another mesh."""
     case = draw_case(seed, number, RANKS["searched" if searched else "process"], searched)
     verdict = run_trial(case, References())
     assert verdict.kind == OK, verdict.why

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from distgraph.engine.compile.compile_request import CompileRequest
 from distgraph.engine.compile.fingerprint import program_of
-from distgraph.engine.compile.op_positions import OpPositions, decompose_ops, is_named
+from distgraph.engine.compile.op_positions import OpPositions, is_named
 from distgraph.engine.compile.rank_placement import placement_of
 from distgraph.engine.compile.recomputed_layers import recomputed_program
 from distgraph.errors import GraphError
@@ -19,6 +19,7 @@ from distgraph.ir.op_registry import lookup
 from distgraph.ir.range_notation import fold
 from distgraph.passes.assign_meshes import place
 from distgraph.passes.communication.defer_cross_mesh_sums import spread_over_meshes
+from distgraph.passes.decompose import decompose
 from distgraph.passes.search.layering.layer_sequence import REST, Layering, cluster_layers
 from distgraph.passes.search.layering.layer_sequence import Layer as GraphLayer
 from distgraph.plan.components import KINDS
@@ -109,9 +110,9 @@ def plan_of_graph(
         placements: mesh of every op of the serial graph; by default the result of `assign_meshes.place`.
         exported: whether the plan includes the module interface that exports need.
     """
-    fused = _decomposed_ops(serial, completed)
-    whole = decompose_ops(serial, fused)
-    mesh_of = dict(placements) if placements is not None else _meshes(whole, completed)
+    ((default, _),) = Counter(_mesh(op) for op in completed.ops).most_common(1)
+    fused, whole = _decompose(serial, completed, default)
+    mesh_of = dict(placements) if placements is not None else place(whole, default)[1]
     for op in whole.ops:
         if op.name not in mesh_of:  # an op that replaces a fused op
             mesh_of[op.name] = _mesh(completed.producers[op.name])
@@ -291,8 +292,14 @@ class _Describer:
         )
 
 
-def _decomposed_ops(serial: Graph, completed: Graph) -> list[str]:
-    """Names of fused ops that completion has replaced by simpler ones, those of replacements included."""
+def _decompose(serial: Graph, completed: Graph, default: ProcessMesh) -> tuple[list[str], Graph]:
+    """Decompose the fused ops that completion has decomposed, those of replacements included.
+
+    As in completion, the parts of a fused op are placed where the op itself is placed.
+
+    Returns:
+        Names of the fused ops, and the graph with their parts in their place.
+    """
     names: list[str] = []
     while True:
         fused = [
@@ -302,15 +309,10 @@ def _decomposed_ops(serial: Graph, completed: Graph) -> list[str]:
             and (op.name not in completed.producers or completed.producers[op.name].kind != op.kind)
         ]
         if not fused:
-            return names
+            return names, serial
         names += fused
-        serial = decompose_ops(serial, fused)
-
-
-def _meshes(whole: Graph, completed: Graph) -> dict[str, ProcessMesh]:
-    """Mesh of every op as `assign_meshes` places it; the default mesh is that of most completed ops."""
-    ((default, _),) = Counter(_mesh(op) for op in completed.ops).most_common(1)
-    return place(whole, default)[1]
+        meshes = place(serial, default)[1]
+        serial = decompose(serial, fused, meshes if len({*meshes.values()}) > 1 else None)
 
 
 def _mesh(op: Op) -> ProcessMesh:
