@@ -80,6 +80,37 @@ def test_a_transformer_trains_as_on_one_rank(machines: tuple[int, int], ranks: i
     assert any(name.startswith("mesh2d") for name in plan.baselines)
 
 
+@pytest.mark.parametrize(
+    ("machines", "samples", "shape"), [((2, 2), (4, 4), {(2, 2)}), ((3, 3), (12, 2), {(2, 3), (3, 2)})]
+)
+def test_weights_stay_in_a_transformer_that_trains_on_few_samples(
+    machines: tuple[int, int], samples: tuple[int, int], shape: set[tuple[int, int]], tmp_path: Path
+) -> None:
+    """By the tuner's choice (RS): attention and MLP read activations whose batch the other axis splits."""
+
+    def model() -> GPT:
+        config = GPTConfig(
+            vocabulary=96, hidden=96, heads=6, layers=1, sequence=samples[1], packed=False, dtype="f64"
+        )
+        return GPT(config)
+
+    def trained(**options: object) -> tuple[list[float], dg.Engine]:
+        sharded = engine(model(), **options)
+        ids = np.random.default_rng(0).integers(0, 96, size=(samples[0], samples[1] + 1)).astype("i4")
+        return [sharded.run((ids[:, :-1].copy(), ids[:, 1:].copy()))["loss"] for _ in range(2)], sharded
+
+    found, sharded = trained(strategy=dg.Strategy(mode="mesh2d"), cluster=cluster(machines))
+    assert found == pytest.approx(trained()[0], rel=0, abs=1e-12)
+    plan = saved(sharded, tmp_path)
+    assert plan.stages[0].mesh.shape in shape
+    forward = [
+        str(line) for layer in plan.ops for line in layer.ops if line.algorithm and line.kind == "matmul"
+    ]
+    turned = [line.endswith("-> [cols, _, rows]") for line in forward]
+    assert turned == [True] * 3 + [False, True, False, False]  # queries, keys, values, out, up, down, head
+    assert computed(plan) == {"matmul", "einsum"}
+
+
 @pytest.mark.parametrize("shape", [(2, 4), (4, 2)])
 def test_a_transformer_trains_on_the_mesh_of_an_annotation(shape: tuple[int, int], tmp_path: Path) -> None:
     """Eight ranks on meshes that are not square equal one rank."""

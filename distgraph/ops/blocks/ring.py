@@ -212,6 +212,16 @@ def _matmul_dims(op: Op) -> MatmulDims:
     return count * size(a & b & c), size((a & c) - b), size((b & c) - a), size((a & b) - c)
 
 
+def _traffic(op: Op) -> int:
+    """Bytes read and written: of an operand with both letters only one of its blocks in `parts`."""
+    attrs, terms = op.attrs, parse_einsum(op.attrs["spec"])[0]
+    moved = op.result.nbytes * (len(op.operands) - 1)  # a total is read, too
+    for term, value in zip(terms, op.operands[-2:], strict=True):
+        both = attrs["outer"] in term and attrs["inner"] in term
+        moved += value.nbytes // (attrs["parts"] if both else 1)
+    return moved
+
+
 def _infer(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
     made = _check(operands[-2:], attrs)
     check_total(operands, made)
@@ -232,6 +242,7 @@ _product = partial(
     matmul_dims=_matmul_dims,
     localize=_localize,
     cost="matmul",
+    traffic=_traffic,
     workspace=_workspace,
 )
 _product("ring_einsum", _rule, _kernel, linear=((0,), (1,)))

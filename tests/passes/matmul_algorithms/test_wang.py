@@ -12,8 +12,10 @@ from support.programs.partitioned import run_partitioned
 import distgraph as dg
 from distgraph import ops
 from distgraph.errors import ShardingError
+from distgraph.ir.graph import Op
 from distgraph.ir.matmul_algorithm import MatmulAlgorithm
 from distgraph.ir.parser import parse_graph
+from distgraph.passes.analysis.op_work import work_of
 from distgraph.passes.complete import complete
 from distgraph.passes.matmul_algorithms.distribute_matmuls import distribute_matmuls
 from distgraph.runtime.program.build import build
@@ -42,6 +44,31 @@ def test_blocks_of_a_parameter_move_under_the_products_too() -> None:
     program = build(graph).program(0)
     moved = {task.name for task in program.tasks for local in task.ops if local.op.kind == "comm.transfer"}
     assert moved == {"forward.s0", "backward.s0"}
+
+
+@pytest.mark.parametrize("flow", FLOWS)
+@pytest.mark.parametrize("ring", ["rows", "cols"])
+def test_a_partial_product_reads_one_block_of_what_was_gathered(ring: str, flow: str) -> None:
+    """Bytes that the forecast counts: all steps read both operands once, but one that stays in every step."""
+    case, parts = product(2, 4, flow, "wang"), {"rows": 2, "cols": 4}[ring]
+    graph = case.completed()
+    graph = replace(graph, algorithms=dict.fromkeys(graph.algorithms, MatmulAlgorithm("wang", ring=ring)))
+    program = build(graph).program(0)
+    forward = next(task for task in program.tasks if task.name == "forward.s0")
+    moved = 0
+    for local in (local for local in forward.ops if local.op.kind.startswith("ring_einsum")):
+        operands, results = (
+            tuple(replace(v, shape=program.types[v.name][0]) for v in values)
+            for values in (local.op.operands, local.op.results)
+        )
+        op = Op(local.op.kind, operands, results, local.attrs)
+        moved += int(work_of(op, [v.nbytes for v in operands]).nbytes)
+    split = {"OS": (2, 1, 4), "LS": (2, 4, 1), "RS": (1, 2, 4)}[flow]  # that which is cut is whole
+    m, k, n = (length // count for length, count in zip((case.m, case.k, case.n), split, strict=True))
+    a, b, c = 8 * m * k, 8 * k * n, 8 * m * n
+    assert moved == {
+        "OS": a + b + (2 * parts - 1) * c, "LS": parts * a + b + c, "RS": a + parts * b + c
+    }[flow]  # fmt: skip
 
 
 @pytest.mark.parametrize(
