@@ -158,6 +158,12 @@ def communication(graph: Graph, op: Op, rank: int) -> LocalOp:
     return LocalOp(op, mode, attrs)
 
 
+def receives(graph: Graph, op: Op, rank: int) -> bool:
+    """Whether a rank gets a part of a transfer from another rank."""
+    moves = tiles_by_rank(op.result.shape, graph.attrs[op.operands[0].name], graph.attrs[op.result.name])
+    return any(tile.target_rank == rank != tile.source_rank for tile in moves.get(rank, ()))
+
+
 def _comm(graph: Graph, op: Op, rank: int, number: int) -> tuple[str, dict[str, Any]]:
     """Mode and attributes of a collective on one rank: on its group, tile by tile, or on its block alone."""
     source, target = graph.attrs[op.operands[0].name], graph.attrs[op.name]

@@ -120,6 +120,8 @@ class Compiled:
         inputs = self.build.lowered.sources("input")
         self.numbers = {str(op.attrs["name"]): op.result.dtype for op in inputs if not op.result.shape}
         device.prepare(program)
+        strategy = self.request.training_spec.strategy
+        actors = self.build.actor_plan if strategy.executor == "actors" else None
         with device.working():
             sources = memory.local(program.graph, rank)
             self.feeds[rank] = [
@@ -134,6 +136,8 @@ class Compiled:
                 sources,
                 self._guard(control),
                 fetch=device.fetch,
+                actors=actors,
+                control=control,
             )
         self._devices[rank] = device
 

@@ -19,6 +19,7 @@ MODES = ("manual", "semi", *SEARCHED)
 REFINE = ("conflicts", "always", "never")
 DEVICES = ["cpu", "gpu"]
 """Names of devices; `distgraph.runtime.execute.device.register_device` adds to them."""
+EXECUTORS = ("static", "actors")
 NONFINITE = ("raise", "skip", "warn")
 ZERO = (0, 1, 2, 3)
 GRADIENT_PRECISION = "bf16"
@@ -99,10 +100,14 @@ class Strategy:
         gradient_precision: "bf16" to send gradients in 16 bits where the ranks that share a batch add them
             up, which halves these bytes and rounds each gradient before and after the sum; accumulated and
             updated in f32. None sends what is computed. See docs/data_parallel.md.
+        executor: how ranks choose the next task of a pipeline: "static" follows the order that was recorded
+            under the simulated clock; "actors" runs what is ready first, within the credits and by the
+            priority of the schedule, as messages arrive. Results are equal bit for bit. A schedule that is a
+            table keeps its order under both. See docs/schedules.md.
 
     Raises:
-        ShardingError: an unknown mode, schedule, device, policy or axis; passes that are no list of changes;
-            fewer than one micro-batch, or step between comparisons; a `zero` that is not 0 to 3;
+        ShardingError: an unknown mode, schedule, device, policy, executor or axis; passes that are no list of
+            changes; fewer than one micro-batch, or step between comparisons; a `zero` that is not 0 to 3;
             an unknown precision, or one that does not fit mode or policy; a `gradient_precision` other than
             bf16;
             a constraint of the search in a mode that does not search, or one that
@@ -136,6 +141,7 @@ class Strategy:
     passes: Sequence[str] = ()
     precision: str | MixedPrecision | None = None
     gradient_precision: str | None = None
+    executor: str = "static"
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -143,7 +149,12 @@ class Strategy:
                 f"mode {self.mode!r} of Strategy does not exist; the modes are {', '.join(MODES)}"
             )
         self._read_schedule()
-        for name, choices in (("refine", REFINE), ("device", DEVICES), ("nonfinite", NONFINITE)):
+        for name, choices in (
+            ("refine", REFINE),
+            ("device", DEVICES),
+            ("nonfinite", NONFINITE),
+            ("executor", EXECUTORS),
+        ):
             if getattr(self, name) not in choices:
                 raise ShardingError(
                     f"{name} {getattr(self, name)!r} of Strategy does not exist; it is one of "

@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -53,10 +54,10 @@ def check_enabled() -> bool:
 
 
 class BufferCheck:
-    """Checks the values and buffers of one rank, which runs (task, micro-batch) pairs in an order."""
+    """Checks the values and buffers of one rank, which runs (task, micro-batch) pairs in any order."""
 
     def __init__(
-        self, program: RankProgram, storage: Storage, arena: Arena, order: Sequence[tuple[str, int]]
+        self, program: RankProgram, storage: Storage, arena: Arena, runs: Sequence[tuple[str, int]]
     ) -> None:
         self.rank, self._arena, self._storage = program.rank, arena, storage
         self._sums: dict[tuple[str, int], int] = {}
@@ -66,34 +67,31 @@ class BufferCheck:
             for name, slot in storage.slots.items()
             if slot.kind == "scratch" and slot.root == name
         ]
-        self._dead = self._last_uses(program, order)
+        self._ends = self._lives(program)
+        self._runs = Counter(
+            (tasks, in_ring, micro if in_ring else 0)
+            for tasks, in_ring in self._ends
+            for task, micro in runs
+            if task in tasks
+        )
+        self._left = self._runs.copy()
 
-    def _last_uses(
-        self, program: RankProgram, order: Sequence[tuple[str, int]]
-    ) -> dict[tuple[str, int], list[tuple[str, int]]]:
-        """(task, micro-batch) -> buffers whose life ends with it, as (root, number in its ring)."""
+    def _lives(self, program: RankProgram) -> dict[tuple[frozenset[str], bool], list[str]]:
+        """(tasks that use a buffer, whether it is a ring) -> buffers that are dead when all have run."""
         filled = {local.op.result.name for local in program.ops if local.mode == "comm.mask"}
         outputs = {
             self._storage.slots[name].root for name in program.graph.live_out if name in self._storage.slots
         }
-        last_runs: dict[
-            frozenset[str], dict[int, tuple[str, int]]
-        ] = {}  # micro-batch -> last task to touch it
-        for tasks in set(self._storage.lives.values()):
-            last_runs[tasks] = {run[1]: run for run in order if run[0] in tasks}
-        ends = {tasks: [run for run in order if run[0] in tasks][-1:] for tasks in last_runs}
-        buffers: dict[tuple[str, int], list[tuple[str, int]]] = {}
+        buffers: dict[tuple[frozenset[str], bool], list[str]] = {}
         for root, tasks in self._storage.lives.items():
-            if root in filled or root in outputs:
-                continue
-            depth = self._storage.rings.get(root, 0)
-            for run in last_runs[tasks].values() if depth else ends[tasks]:
-                buffers.setdefault(run, []).append((root, run[1] % depth if depth else 0))
+            if root not in filled and root not in outputs:
+                buffers.setdefault((tasks, root in self._storage.rings), []).append(root)
         return buffers
 
     def begin(self) -> None:
         """Begin a step."""
         self._sums.clear()
+        self._left = self._runs.copy()
 
     def wrote(self, value: str, micro: int, array: Any) -> None:
         """Take the checksum of a value that has been written."""
@@ -131,11 +129,22 @@ class BufferCheck:
     def _after(self, task: str, m: int) -> None:
         for array in self._scratch:
             _fill_with_garbage(array)
-        for root, slot in self._dead.get((task, m), ()):
+        for root, slot in self._dead_after(task, m):
             if any(slot == number and some for number, some in enumerate(self._arena.sends.get(root, ()))):
                 self._late.append((root, slot))
             else:
                 self._end(root, slot)
+
+    def _dead_after(self, task: str, m: int) -> Iterator[tuple[str, int]]:
+        """Buffers whose life ends with this run, as (root, number in its ring)."""
+        for (tasks, in_ring), roots in self._ends.items():
+            if task not in tasks:
+                continue
+            life = tasks, in_ring, m if in_ring else 0
+            self._left[life] -= 1
+            if not self._left[life]:
+                for root in roots:
+                    yield root, m % self._storage.rings[root] if in_ring else 0
 
     def end(self) -> None:
         """End a step, in which all sends have completed."""

@@ -1,8 +1,9 @@
 """The worker of one rank: it allocates its memory, compiles its tasks and runs its training steps.
 
-The worker runs tasks in the order that the schedule recorded, which is the same on all ranks of a mesh. It
-starts the receives of the next task before it runs the present one, and waits for a collective only where
-its result is read.
+The worker runs tasks in the order that the schedule recorded, which is the same on all ranks of a mesh, and
+starts the receives of the next task before it runs the present one; or it runs them as the actors of its
+mesh decide (`actor_executor.py`), and then those that update parameters in the recorded order. It waits for
+a collective only where its result is read.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from distgraph.ir.gc_pause import collector_paused
 from distgraph.ir.graph import Value
 from distgraph.ir.op_registry import lookup
 from distgraph.passes.partition import LocalOp, RankProgram
+from distgraph.runtime.execute.actor_executor import ActorExecutor
 from distgraph.runtime.execute.buffer_check import BufferCheck, CheckedWriter, check_enabled
 from distgraph.runtime.execute.finite_check import FiniteCheck, Guard
 from distgraph.runtime.execute.recorder import Recorder
 from distgraph.runtime.program.codegen import Writer, WriterType, compile_task
 from distgraph.runtime.program.compiled_task import Arena, CompiledTask
 from distgraph.runtime.program.memory_plan import plan_storage
+from distgraph.runtime.schedule.actor_group import ActorPlan
 from distgraph.runtime.schedule.task import UPDATES
 from distgraph.runtime.schedule.task_order import Schedule
 from distgraph.runtime.transport.collectives import finish
@@ -57,6 +60,8 @@ class Worker:
         sources: local blocks of parameters and states by value name; they are updated in place.
         guard: values that are checked to be finite before the update; None for no check.
         fetch: copies outputs to the host, with one wait for all of them; see `Device.fetch`.
+        actors: the plan of all actors, to let them decide; None to follow the recorded order.
+        control: transport for host arrays, by which actors send decisions; by default `transport`.
 
     Attributes:
         check: the check of `guard`, with the verdict of the last step.
@@ -79,19 +84,26 @@ class Worker:
         guard: Guard | None = None,
         *,
         fetch: Callable[[Mapping[str, Any]], dict[str, Any]] = dict,
+        actors: ActorPlan | None = None,
+        control: Transport | None = None,
     ) -> None:
         self.program, self.xp = program, xp
         self._transport, self._fetch = transport, fetch
         order = schedule.order(program.rank) if program.rank in schedule.ranks else ()
         self._order: _Order = order
         self._updates: _Order = ()
-        if guard is not None:  # only optimize tasks wait for optimize tasks
+        if guard is not None or actors is not None:  # only optimize tasks wait for optimize tasks
             updates = {task.name for task in program.tasks if task.kind == UPDATES}
             self._order = tuple(step for step in order if step[0] not in updates)
             self._updates = tuple(step for step in order if step[0] in updates)
             assert (*self._order, *self._updates) == order, "memory is planned for another order"
-        self.storage = plan_storage(program, schedule)
+        self.storage = plan_storage(program, schedule, None if actors is None else actors.limits)
         self.arena = Arena({}, {}, {}, {}, {})
+        self._actors = (
+            None
+            if actors is None
+            else ActorExecutor(actors, program, self.arena.pending, transport, control or transport)
+        )
         self._allocate(sources)
         self.updates, self.updating = 0, False
         self.check = None if guard is None else FiniteCheck(guard, program, self.storage, self.arena, xp)
@@ -224,7 +236,13 @@ class Worker:
             label: [] if value.name in self._home else [self._block(value, m).copy() for m in range(last + 1)]
             for label, value in self._per_micro
         }
-        self._run_tasks(self._order, collected, run, post)
+        if self._actors is None:
+            self._run_tasks(self._order, collected, run, post)
+        else:
+            self._actors.run(
+                lambda name, m: self._run_task(name, m, collected, run),
+                lambda name, m: post(name, m, self.tasks[name].post),
+            )
         outputs, counts = self._before_update(collected)
         self.updating = counts
         if counts:
@@ -278,21 +296,25 @@ class Worker:
     def _run_tasks(
         self, order: _Order, collected: Mapping[str, list[Any]], run: _Runner, post: _Runner
     ) -> None:
-        arena, last = self.arena, self.program.graph.micro_batches - 1
         if order:
             post(*order[0], self.tasks[order[0][0]].post)
         for position, (name, m) in enumerate(order):
             if position + 1 < len(order):
                 next_task, next_micro = order[position + 1]
                 post(next_task, next_micro, self.tasks[next_task].post)
-            task = self.tasks[name]
-            run(name, m, task.last if m == last or name in self._once else task.body)
-            for label, value in self._per_micro:
-                if self._home.get(value.name) == name:
-                    started = (self._started_by.get(value.name, ""), m)
-                    if started in arena.pending:  # a collective leaves it
-                        arena.pending[started].wait()
-                    collected[label].append(self._block(value, m).copy())
+            self._run_task(name, m, collected, run)
+
+    def _run_task(self, name: str, m: int, collected: Mapping[str, list[Any]], run: _Runner) -> None:
+        """Run a task for one micro-batch, and copy the outputs that it makes for each."""
+        arena, task = self.arena, self.tasks[name]
+        last = m == self.program.graph.micro_batches - 1 or name in self._once
+        run(name, m, task.last if last else task.body)
+        for label, value in self._per_micro:
+            if self._home.get(value.name) == name:
+                started = (self._started_by.get(value.name, ""), m)
+                if started in arena.pending:  # a collective leaves it
+                    arena.pending[started].wait()
+                collected[label].append(self._block(value, m).copy())
 
     def _block(self, value: Value, m: int) -> Any:
         if value.name in self.arena.fixed:

@@ -6,12 +6,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from distgraph.ir.graph import Graph
-from distgraph.passes.partition import RankProgram
+from distgraph.passes.partition import RankProgram, receives
 from distgraph.passes.pass_pipeline import Pipeline, Watch, pipeline, run_passes
 from distgraph.passes.pass_registry import PASSES, PassContext
 from distgraph.passes.redistribution.planner import Price, wire_price
 from distgraph.passes.split_tasks import Parts
 from distgraph.plan.pipeline_schedules import schedule_policy
+from distgraph.runtime.program.actor_limits import actor_limits
+from distgraph.runtime.schedule.actor_group import ActorPlan, actor_plan
 from distgraph.runtime.schedule.task import Edge, Task, TaskGraph
 from distgraph.runtime.schedule.task_order import Schedule, schedule
 
@@ -50,6 +52,25 @@ class Build:
     def schedule(self) -> Schedule:
         """Order of the tasks on every rank, recorded from the actors under the simulated clock."""
         return schedule(self.task_graph, self.policy)
+
+    @cached_property
+    def actor_plan(self) -> ActorPlan:
+        """What the actors of all ranks share, for the executor "actors".
+
+        Raises:
+            ShardingError: two meshes have some of their ranks in common but not all.
+        """
+        graph, policy = self.task_graph, schedule_policy(self.policy)
+        limits = actor_limits(graph, policy, self.schedule)
+        plan = actor_plan(graph, policy, limits)
+        seen = {
+            edge
+            for name, edge in self.parts.transfers.items()
+            if edge[1] in plan.group_of
+            and receives(self.lowered, self.lowered.producers[name], min(plan.ranks_of(edge[1])))
+        }
+        crossing = ((edge.source, edge.target) for edge in graph.edges if plan.crossing(edge))
+        return replace(plan, unseen=frozenset(crossing) - seen)
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:

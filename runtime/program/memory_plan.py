@@ -20,21 +20,28 @@ from distgraph.passes.partition import LocalOp, LocalTask, RankProgram
 from distgraph.runtime.program.memory_packing import Block, pack_once
 from distgraph.runtime.program.ring_buffer_sizes import RankClocks, outstanding, rank_clocks, window
 from distgraph.runtime.program.storage import Place, Slot, Storage, in_one_block, is_fused, is_started, nbytes
+from distgraph.runtime.schedule.actor_group import AliveLimits
 from distgraph.runtime.schedule.task_order import Schedule
 
 _ALIGN = 64
+_NO_LIMIT = 1 << 30
 _MIN_FREED_BYTES = 2**20
 """A slice is copied only if that frees at least this much memory, since a copy takes time."""
 
 
-def plan_storage(program: RankProgram, schedule: Schedule) -> Storage:
+def plan_storage(program: RankProgram, schedule: Schedule, limits: AliveLimits | None = None) -> Storage:
     """Decide the storage of every value.
+
+    Args:
+        program: the program of the rank.
+        schedule: recorded order of all tasks.
+        limits: of actors, which run the tasks in any order within these limits; None for the recorded order.
 
     Raises:
         RuntimeFault: under this order the rank might wait forever to write a buffer that is being sent.
     """
     plan, clocks = planned(program), rank_clocks(schedule, program.parts, program.rank)
-    storage = plan.under(clocks)
+    storage = plan.under(clocks, limits)
     plan.verify(storage, clocks)
     return storage
 
@@ -392,10 +399,10 @@ class StoragePlan:
                 return root
         return None
 
-    def under(self, clocks: RankClocks) -> Storage:
+    def under(self, clocks: RankClocks, limits: AliveLimits | None = None) -> Storage:
         """The storage under a schedule, with the number of buffers of each ring.
 
-        A ring has as many buffers as micro-batches are alive at the same time.
+        A ring has as many buffers as micro-batches are alive at the same time, or may be within the limits.
         """
         rings = dict[str, int]()
         micro = self.program.graph.micro_batches
@@ -415,7 +422,20 @@ class StoragePlan:
             rings[root] = depths[tasks, posted_early]
             if self._sends(root):
                 rings[root] = min(micro, max(rings[root], *self._send_depths(root, clocks, posted_early)))
+            if limits is not None:
+                rings[root] = min(micro, max(rings[root], self._depth_within(root, limits, posted_early)))
         return replace(self.storage, rings=rings)
+
+    def _depth_within(self, root: str, limits: AliveLimits, posted_early: bool) -> int:
+        """The number of buffers with which a ring suffices in every order within the limits."""
+        writer = self.made[root][0]
+        targets = {self.program.parts.transfers[local.op.name][1] for local in self.messages(root)}
+        users = {task for task, _ in self.uses[root]} - {writer}
+        pairs = [(writer, task) for task in (*users, *targets)]
+        if posted_early:
+            return max(limits.posts.get(pair, _NO_LIMIT) for pair in (*pairs, (writer, writer)))
+        found = {**limits.within, **limits.across}
+        return max((found.get(pair, _NO_LIMIT) for pair in pairs), default=1)
 
     def verify(self, storage: Storage, clocks: RankClocks) -> None:
         """Compare the rings with the posts of all receives; `ring_buffer_sizes.py` states what that proves.

@@ -32,7 +32,6 @@ from distgraph.errors import GraphError, RuntimeFault
 from distgraph.ir.gc_pause import collector_paused
 from distgraph.passes.analysis.link_queue import LinkQueues, LinkSeconds
 from distgraph.plan.pipeline_schedules import SchedulePolicy, schedule_policy
-from distgraph.runtime.schedule.action_table import ActionTable
 from distgraph.runtime.schedule.actor import (
     Actor,
     BufferFreed,
@@ -47,7 +46,8 @@ from distgraph.runtime.schedule.actor import (
 )
 from distgraph.runtime.schedule.event_graph import order_times
 from distgraph.runtime.schedule.flow_control import with_credits
-from distgraph.runtime.schedule.task import Ring, TaskGraph, phases, topological_order, verify
+from distgraph.runtime.schedule.request_order import RequestOrder
+from distgraph.runtime.schedule.task import Ring, TaskGraph, verify
 from distgraph.runtime.schedule.timeline import SAME_TIME, Interval, Timeline, symbols
 
 __all__ = ["Interval", "Timeline", "seconds_of", "simulate", "symbols"]
@@ -207,25 +207,14 @@ class _SimulatedClock:
         }
         self.order = None if order is None else [tuple(order.get(ranks[0], ())) for ranks in self.columns]
         self.head = [0] * len(self.columns)  # position of each device in its recorded order
-        self.phase = phases(graph)
-        self.depth = {name: -index for index, name in enumerate(topological_order(graph))}
+        self.turns = RequestOrder(graph, policy, self.devices, ruled=order is None)
+        self.depth = self.turns.depth
         self.busy: list[str | None] = [None] * len(self.columns)
         self.requested: list[dict[str, tuple[int, ...]]] = [{} for _ in self.columns]  # requests, their keys
-        self.forwards = [0] * len(self.columns)  # forward instances not yet begun
-        for task in graph.tasks:
-            if self.phase[task.name] == "forward":
-                for device in self.devices[task.name]:
-                    self.forwards[device] += graph.instances(task)
-        self.table = (
-            ActionTable(graph, policy, self.phase, self.devices)
-            if order is None and policy.has_table
-            else None
-        )
         self.instant = order is None and any(value == 0 for value in seconds.values())
         self.receivers: dict[str, list[str]] = {}  # task -> those that it sends messages over links
         for source, target in self.links.longest:
             self.receivers.setdefault(source, []).append(target)
-        self.requests = 0
         self.pushed = 0
         self.now = 0.0
         # (time, place of the task in the graph, order of entry, task, event): simultaneous events go down the
@@ -304,11 +293,7 @@ class _SimulatedClock:
         self.pushed += 1
 
     def _record_request(self, name: str, micro: int) -> None:
-        if self.table is None:
-            key = (*self.policy.priority(self.phase[name], micro, self.requests), self.depth[name])
-        else:
-            key = (*self.table.priority(name, micro), self.depth[name])
-        self.requests += 1
+        key = self.turns.key(name, micro)
         for device in self.devices[name]:
             self.requested[device][name] = key
         self.dirty.update(self.devices[name])
@@ -338,13 +323,10 @@ class _SimulatedClock:
             if self.busy[device] is None
             for name, key in self.requested[device].items()
         }
-        hold_backward = self.policy.forward_is_done_first
         reserved: set[int] = set()
         for name in sorted(keys, key=keys.__getitem__):
             devices = self.devices[name]
-            if hold_backward and self.phase[name] == "backward" and any(self.forwards[d] for d in devices):
-                continue
-            if self.table is not None and not self.table.allows(name, self.actors[name].next_micro):
+            if not self.turns.allows(name, self.actors[name].next_micro):
                 continue
             free = all(self.busy[device] is None and device not in reserved for device in devices)
             if free and not (instant_only and self.seconds[name] > 0):
@@ -377,10 +359,7 @@ class _SimulatedClock:
         for device in self.devices[name]:
             self.busy[device] = name
             del self.requested[device][name]
-            if self.phase[name] == "forward":
-                self.forwards[device] -= 1
-        if self.table is not None:
-            self.table.started(name, self.actors[name].next_micro)
+        self.turns.started(name, self.actors[name].next_micro)
         self._execute(name, self.actors[name].handle(_DEVICE_FREE))
 
     def _deadlock(self, timeline: Timeline) -> str:
@@ -431,7 +410,11 @@ class _SimulatedClock:
                 if other != device and step != (actor.task.name, actor.next_micro):
                     position = "the end of its order" if step is None else f"{step[0]} {step[1]}"
                     missing.append(f"{_ranks_text(self.columns[other])}, which is at {position}")
-        turn = "all forwards of its ranks" if self.table is None else "its turn in the table of the schedule"
+        turn = (
+            "all forwards of its ranks"
+            if not self.turns.has_table
+            else "its turn in the table of the schedule"
+        )
         return " and ".join(missing) or turn
 
 

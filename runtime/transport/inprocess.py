@@ -85,10 +85,21 @@ class _World:
         self.activities = {rank: Activity() for rank in range(size)}
         self.failure: _Failure | None = None
         self.last_progress = time.monotonic()
+        self.changed = threading.Condition()
+        self.changes = 0  # counted while there are watchers: ranks in `poll`
+        self.watchers = 0
 
     def finish(self, event: threading.Event) -> None:
         self.last_progress = time.monotonic()
         event.set()
+        if self.watchers:
+            self.notify()
+
+    def notify(self) -> None:
+        """Wake the ranks in `poll`."""
+        with self.changed:
+            self.changes += 1
+            self.changed.notify_all()
 
     def fail(self, rank: int, error: BaseException) -> None:
         """Record the first failure and wake every waiting rank."""
@@ -97,12 +108,28 @@ class _World:
                 self.failure = _Failure(rank, error)
             for event in self.waiting:
                 event.set()
+        self.notify()
 
     def raise_failure(self, rank: int) -> None:
         failure = self.failure
         if failure is not None:
             cause = f"rank {failure.rank} failed: {type(failure.error).__name__}: {failure.error}"
             raise RuntimeFault(f"{cause}; rank {rank} stops too") from failure.error
+
+    def seconds_left(self, rank: int, what: str, begun: float) -> float:
+        """Seconds until a wait that began at `begun` has made no progress for the time limit.
+
+        Raises:
+            RuntimeFault: it has.
+        """
+        left = self.limit - (time.monotonic() - max(begun, self.last_progress))
+        if left <= 0:
+            raise RuntimeFault(
+                f"rank {rank}: {what} made no progress in {self.limit:g} s; look for a rank "
+                "that does not take part, or raise DISTGRAPH_TIMEOUT"
+                + report({other: str(activity) for other, activity in self.activities.items()})
+            )
+        return left
 
 
 class _InProcessRequest:
@@ -136,16 +163,8 @@ class _InProcessRequest:
         world, rank = self._transport._world, self._transport.rank
         world.raise_failure(rank)
         begun = time.monotonic()
-        while True:
-            idle = time.monotonic() - max(begun, world.last_progress)
-            if self._event.wait(max(world.limit - idle, 0.0)):
-                break
-            if time.monotonic() - max(begun, world.last_progress) >= world.limit:
-                raise RuntimeFault(
-                    f"rank {rank}: {self._what} made no progress in {world.limit:g} s; look for a rank "
-                    "that does not take part, or raise DISTGRAPH_TIMEOUT"
-                    + report({other: str(activity) for other, activity in world.activities.items()})
-                )
+        while not self._event.wait(world.seconds_left(rank, self._what, begun)):
+            pass
         world.raise_failure(rank)
 
 
@@ -283,6 +302,26 @@ class InProcessTransport:
 
     def progress(self) -> None:
         self._world.raise_failure(self.rank)
+
+    def poll(self, ready: Callable[[], bool], what: str) -> None:
+        world, activity, begun = self._world, self.activity, time.monotonic()
+        with world.changed:
+            world.watchers += 1
+        activity.waiting = what
+        try:
+            while True:
+                world.raise_failure(self.rank)
+                changes = world.changes  # what happens from here on is not missed
+                if ready():
+                    break
+                left = world.seconds_left(self.rank, what, begun)
+                with world.changed:
+                    if world.changes == changes:
+                        world.changed.wait(left)
+            activity.waiting = ""
+        finally:
+            with world.changed:
+                world.watchers -= 1
 
     def abort(self, error: BaseException) -> None:
         self._world.fail(self.rank, error)

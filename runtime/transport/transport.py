@@ -21,7 +21,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -135,6 +135,18 @@ class Transport(Protocol):
 
         Raises:
             RuntimeFault: another rank failed.
+        """
+
+    def poll(self, ready: Callable[[], bool], what: str) -> None:
+        """Wait until `ready()` while all started operations make progress.
+
+        Args:
+            ready: whether the wait is over, such as by `Request.done` of several; called now and whenever
+                something may have arrived.
+            what: text of what is waited for.
+
+        Raises:
+            RuntimeFault: another rank failed, or nothing moved for the transport's time limit.
         """
 
     def abort(self, error: BaseException) -> None:

@@ -111,6 +111,7 @@ class Layout:
         recomputed: (first, last) instructions by name.
         states: whether optimiser states are split, as ZeRO does.
         loss: number of the mesh of the loss; -1 for none.
+        executor: whether ranks follow the recorded order or run what is ready first.
         batch_axis: whether `Strategy.batch_axis` splits the inputs over an axis of the first mesh.
         searched: devices of the cluster for which a plan is searched, 0 for none.
         extra: what follows training, of "evaluate", "predict", "plan", "checkpoint".
@@ -130,6 +131,7 @@ class Layout:
     loss: int = -1
     batch_axis: bool = False
     schedule: str = "1f1b"
+    executor: str = "static"
     refine: str = "conflicts"
     mode: str = "semi"
     searched: int = 0
@@ -258,7 +260,15 @@ def draw_layout(program: Program, ranks: int, *seed: int) -> Layout:
     layout.refine = d.pick(("conflicts", "conflicts", "conflicts", "never", "always"))
     extras = (("evaluate", 0.25), ("predict", 0.25), ("plan", 0.08), ("checkpoint", 0.04))
     layout.extra = [name for name, share in extras if d.chance(share)]
+    if d.chance(0.5) and _equal_or_disjoint(meshes):
+        layout.executor = "actors"
     return layout
+
+
+def _equal_or_disjoint(meshes: Sequence[Mesh]) -> bool:
+    """Whether no two meshes have some of their ranks in common but not all."""
+    sets = [set(mesh.ranks) for mesh in meshes]
+    return all(a == b or not a & b for a in sets for b in sets)
 
 
 def draw_searched(program: Program, ranks: int, *seed: int) -> Layout:

@@ -301,6 +301,7 @@ def make_engine(case: Case, plan: Any = None, seed: int | None = None) -> Engine
         mode=layout.mode,
         micro_batches=program.micro,
         schedule=layout.schedule,
+        executor=layout.executor,
         refine=layout.refine,
         mesh=meshes[0] if layout.batch_axis else None,
         batch_axis=axis if layout.batch_axis else None,

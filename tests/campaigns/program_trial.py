@@ -310,6 +310,7 @@ def _smaller(case: Case) -> Iterator[Case]:
     for name, empty in (
         ("pins", {}), ("reshards", {}), ("operators", {}), ("parameters", {}), ("recomputed", []),
         ("states", False), ("batch_axis", False), ("loss", -1), ("schedule", "1f1b"), ("refine", "never"),
+        ("executor", "static"),
         ("mode", "semi"), ("extra", []), ("style", "on"), ("later", None),
     ):  # fmt: skip
         if getattr(layout, name) != empty:

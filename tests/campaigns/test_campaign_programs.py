@@ -73,6 +73,7 @@ def test_every_form_of_a_program_is_drawn() -> None:
     layouts = [case.layout for case in cases]
     nested = [each for each in layouts if len(each.meshes) > 2 and _nested(each.meshes)]
     assert {each.schedule for each in nested} == {"1f1b", "gpipe"}
+    assert {each.executor for each in layouts if len(each.meshes) > 1} == {"static", "actors"}
     assert any(each.later is not None for each in layouts)
     assert all(case.layout.later is None or "plan" not in case.layout.extra for case in cases)
     assert {case.program.plain for case in cases} == {False, True}

@@ -27,8 +27,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> fake_device.Hardware:
     return fake_cupy.install(monkeypatch, devices=1)
 
 
-def engine(layout: str, device: str, micro: int = 1, **given: Any) -> dg.Engine:
-    strategy = dg.Strategy(micro_batches=micro, device=device)
+def engine(layout: str, device: str, micro: int = 1, executor: str = "static", **given: Any) -> dg.Engine:
+    strategy = dg.Strategy(micro_batches=micro, device=device, executor=executor)
     optimizer = given.pop("optimizer", optim.Adam(lr=0.01))
     return dg.Engine(
         Net(layout, dropout=0.3, dtype="f32"),
@@ -50,6 +50,11 @@ def losses(layout: str, device: str, micro: int, **given: Any) -> list[float]:
     trained.fit(samples(), epochs=2, batch_size=16, progress=False)
     trained.close()
     return trained.history.losses
+
+
+def test_actors_give_the_bits_of_the_recorded_order(gpu: fake_device.Hardware) -> None:
+    """Arrivals are tested while the work that they need is still on its way to the GPU."""
+    assert losses("dp2pp2", "gpu", 4, executor="actors") == losses("dp2pp2", "gpu", 4)
 
 
 @pytest.mark.parametrize("micro", [1, 4])

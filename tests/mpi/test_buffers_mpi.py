@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 from support.devices.delayed import Delayed
-from support.programs.forwarding import Case, cases, feeds, params, read_in_backward
+from support.pipelines.forwarding import Case, cases, feeds, params, read_in_backward
 from support.programs.partitioned import assert_same, joined, run_rank, run_serial
 
 from distgraph.ir.graph import Graph

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.programs.forwarding import Case, feeds, params
+from support.pipelines.forwarding import Case, feeds, params
 from support.programs.partitioned import run_partitioned
 from support.programs.training import data, engine
 
@@ -20,11 +20,12 @@ from distgraph.runtime.program import memory_plan, ring_buffer_sizes
 from distgraph.runtime.program.memory_packing import Block
 from distgraph.runtime.program.memory_plan import StoragePlan, plan_storage
 from distgraph.runtime.program.storage import Storage
+from distgraph.runtime.schedule.actor_group import AliveLimits
 from distgraph.runtime.schedule.task_order import Schedule
 from distgraph.runtime.transport.transport import Transport
 
 WHERE = r"rank \d: %\S+ .*(forward|backward|optimize)\.s\d.* of micro-batch \d"
-Mutate = Callable[[Callable[[RankProgram, Schedule], Storage]], None]
+Mutate = Callable[[Callable[[RankProgram, Schedule, AliveLimits | None], Storage]], None]
 
 
 @pytest.fixture
@@ -50,8 +51,8 @@ def test_memory_that_is_received_into_while_a_view_of_it_is_sent(
 ) -> None:
     """Sends do not hold their memory, as it was with those of views."""
 
-    def careless(program: RankProgram, schedule: Schedule) -> Storage:
-        found = plan_storage(program, schedule)
+    def careless(program: RankProgram, schedule: Schedule, limits: AliveLimits | None) -> Storage:
+        found = plan_storage(program, schedule, limits)
         found.sent = frozenset()
         return found
 

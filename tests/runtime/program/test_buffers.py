@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.devices.delayed import Delayed
-from support.programs.forwarding import Case, cases, feeds, masked_and_reduced, params, read_in_backward
+from support.pipelines.forwarding import Case, cases, feeds, masked_and_reduced, params, read_in_backward
 from support.programs.partitioned import assert_same, run_partitioned, run_serial
 
 import distgraph as dg

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.programs.forwarding import feeds, params, read_in_backward
+from support.pipelines.forwarding import feeds, params, read_in_backward
 from support.programs.partitioned import run_rank
 from support.programs.rank_threads import run_ranks
 

@@ -31,6 +31,7 @@ def run_partitioned(
     params: Mapping[str, Array],
     policy: str = "1f1b",
     wrap: Callable[[Transport], Any] = lambda transport: transport,
+    executor: str = "static",
 ) -> tuple[dict[str, list[Array]], dict[str, Array], Build]:
     """One step of a completed graph.
 
@@ -40,6 +41,7 @@ def run_partitioned(
         params: whole params and states by name.
         policy: of the schedule.
         wrap: makes the transport that a rank uses from its own.
+        executor: "static" or "actors".
 
     Returns:
         label -> whole output of every micro-batch (one where it is accumulated), param -> whole new value,
@@ -50,12 +52,16 @@ def run_partitioned(
     """
     built = build(completed, micro_batches=len(feeds), policy=policy)
     held = run_ranks(
-        max(built.ranks) + 1, lambda t: run_rank(built, wrap(t), feeds, params), limit=TIME_LIMIT
+        max(built.ranks) + 1,
+        lambda t: run_rank(built, wrap(t), feeds, params, executor),
+        limit=TIME_LIMIT,
     )
     return *joined(built, held), built
 
 
-def run_rank(built: Build, transport: Any, feeds: Feeds, params: Mapping[str, Array]) -> Blocks:
+def run_rank(
+    built: Build, transport: Any, feeds: Feeds, params: Mapping[str, Array], executor: str = "static"
+) -> Blocks:
     """One step of one rank."""
     rank, attrs = transport.rank, built.lowered.attrs
     names = {op.name: str(op.attrs["name"]) for op in built.lowered.sources("param", "state")}
@@ -66,7 +72,8 @@ def run_rank(built: Build, transport: Any, feeds: Feeds, params: Mapping[str, Ar
         return np.array(array[attr.spec.slices(array.shape, attr.mesh, rank)])
 
     sources = {v: block(v, params[n]) for v, n in names.items() if rank in attrs[v].mesh}
-    worker = Worker(built.program(rank), built.schedule, transport, np, sources)
+    actors = built.actor_plan if executor == "actors" else None
+    worker = Worker(built.program(rank), built.schedule, transport, np, sources, actors=actors)
     local: dict[str, Any] = {}
     for value, name in inputs.items():
         if rank in attrs[value].mesh:
