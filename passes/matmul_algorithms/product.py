@@ -24,6 +24,7 @@ from distgraph.ir.op_registry import infer_results, rule_of
 from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
 from distgraph.ops.contraction import parse_einsum
 from distgraph.passes.matmul_algorithms.data_axes import DataAxes, Letters, data_axes
+from distgraph.passes.matmul_algorithms.layer_products import divisors, nearest_multiples
 from distgraph.passes.matmul_algorithms.stored_dataflow import Axes, Dataflow, dataflow_of, groups_of
 
 Partial = tuple[tuple[str, str], ...]
@@ -341,14 +342,28 @@ def check_slices(product: Product, slices: int, block: int) -> None:
     letter, group = product.sliced, product.flow.group
     length, unit = product.length(letter), slices * block
     counts = sorted({product.parts(axes[group]) for axes in product.split} | {1})
-    local = [length // count for count in counts if length % count == 0]
-    if len(local) < len(counts) or any(size % unit for size in local):
-        shared = math.gcd(*(length // count if length % count == 0 else 1 for count in counts))
-        legal = [s for s in range(1, shared + 1) if shared % (s * block) == 0]
-        near = sorted(sorted(legal, key=lambda s: abs(s - slices))[:3])
-        shards = ", ".join(f"{length} / {count}" for count in counts)
+    parts = math.lcm(*counts)
+    if length % parts == 0 and all(length // count % unit == 0 for count in counts):
+        return
+    near = nearest_multiples(length, parts * unit)
+    sliced = f"{product.subject}: {slices} {'slice' if slices == 1 else 'slices'} in blocks of {block}"
+    if length % parts:
         raise ShardingError(
-            f"{product.subject}: {slices} slices in blocks of {block} need shards of {group} that are "
-            f"multiples of {unit}, got {shards}; use "
-            + (f"slices {' or '.join(map(str, near))}" if near else f"a block that divides {shared}")
+            f"{sliced} on {' and '.join(map(str, counts[1:]))} ranks need a multiple of {parts * unit} in "
+            f"dim {letter} but its length is {length}; use {near}"
         )
+    shared, ways = math.gcd(*(length // count for count in counts)), [f"a length of {near}"]
+    if shared % block == 0:
+        ways.insert(0, f"slices {_nearest(divisors(shared // block), slices)}")
+    elif shared % slices == 0:
+        ways.insert(0, f"block {_nearest(divisors(shared // slices), block)}")
+    shards = ", ".join(f"{length} / {count}" for count in counts)
+    raise ShardingError(
+        f"{sliced} need shards of {group} that are multiples of {unit}, got {shards}; use "
+        f"{', or '.join(ways)}"
+    )
+
+
+def _nearest(legal: Sequence[int], given: int) -> str:
+    """The three legal numbers nearest to a given one."""
+    return " or ".join(map(str, sorted(sorted(legal, key=lambda each: abs(each - given))[:3])))

@@ -153,6 +153,16 @@ def test_wrong_input_is_refused() -> None:
     message = r"5 slices in blocks of 2 need shards of k that are multiples of 10, .* use slices 2 or 3 or 6"
     with pytest.raises(ShardingError, match=message):
         distribute_matmuls(case.completed())
+    for length, slices, block, way in (
+        (48, 5, 1, "use slices 3 or 4 or 6, or a length of 40 or 60"),
+        (40, 2, 8, "use block 1 or 5, or a length of 64"),
+        (42, 2, 1, "use 40 or 48"),
+        (42, 1, 1, "use 40 or 44"),
+        (40, 3, 4, "use a length of 48"),
+    ):
+        case = Product(2, 4, "OS", MatmulAlgorithm("meshslice", slices, block), 48, length, 48)
+        with pytest.raises(ShardingError, match=f"; {way}$"):
+            distribute_matmuls(case.completed())
     unknown = Product(2, 4, "OS", MatmulAlgorithm("strassen"), 48, 48, 48)
     alone = Product(1, 1, "OS", MatmulAlgorithm("strassen"), 48, 48, 48)
     for case in (unknown, alone):
