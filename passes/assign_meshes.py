@@ -30,17 +30,17 @@ def place(graph: Graph, default: ProcessMesh | None = None) -> tuple[Graph, dict
     Raises:
         ShardingError: no annotation names a mesh, and there is no default.
     """
-    known = dict.fromkeys(attr.mesh for attr in graph.attrs.values())
-    known.update(dict.fromkeys(graph.placements.values()))
-    if not known:
+    candidates = dict.fromkeys(attr.mesh for attr in graph.attrs.values())
+    candidates.update(dict.fromkeys(graph.placements.values()))
+    if not candidates:
         if default is None:
             raise ShardingError(
                 f"graph @{graph.name} has no annotation that names a mesh; annotate a tensor with "
                 "dg.shard_tensor or give a default mesh"
             )
-        known[default] = None
-    if len(known) == 1:
-        (mesh,) = known
+        candidates[default] = None
+    if len(candidates) == 1:
+        (mesh,) = candidates
         return graph, {op.name: mesh for op in graph.ops}
     meshes = _assign(graph)
     return clone_sources(graph, meshes)

@@ -28,11 +28,11 @@ def decompose(graph: Graph, names: Iterable[str], meshes: Mapping[str, ProcessMe
     Raises:
         GraphError: an op has no decomposition.
     """
-    wanted, homes = set(names), {**graph.placements, **(meshes or {})}
+    chosen, homes = set(names), {**graph.placements, **(meshes or {})}
     placements = dict(graph.placements)
     ops: list[Op] = []
     for op in graph.ops:
-        if op.name not in wanted:
+        if op.name not in chosen:
             ops.append(op)
             continue
         parts = _expand(op)

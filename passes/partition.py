@@ -210,8 +210,8 @@ def _halo(op: Op, source: DistAttr, target: DistAttr, rank: int, number: int) ->
     attrs = _exchange(op, tiles, source, target, rank, number)
     landing = [(tile, inside_window(tile, want, shape)) for tile in tiles if tile.target_rank == rank]
     recvs = tuple((tile.source_rank, where) for tile, where in landing if not tile.local)
-    kept = tuple(where for tile, where in landing if tile.local)
-    copies = tuple((have, where) for (have, _), where in zip(attrs["copies"], kept, strict=True))
+    local = tuple(where for tile, where in landing if tile.local)
+    copies = tuple((have, where) for (have, _), where in zip(attrs["copies"], local, strict=True))
     return {**attrs, "recvs": recvs, "copies": copies}
 
 

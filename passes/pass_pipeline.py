@@ -147,8 +147,8 @@ def _add(passes: list[Pass], added: Pass) -> None:
 
 def _follows(each: Pass, other: Pass) -> bool:
     """Whether a pass stands after another, or after one that does."""
-    known = (PASSES[name] for name in each.after if name in PASSES)
-    return other.name in each.after or any(_follows(earlier, other) for earlier in known)
+    registered = (PASSES[name] for name in each.after if name in PASSES)
+    return other.name in each.after or any(_follows(earlier, other) for earlier in registered)
 
 
 def pipeline(changes: Iterable[str] = ()) -> Pipeline:

@@ -328,13 +328,13 @@ class Network:
             >>> Network("torus", "devices", (2, 3), (0, 1, 2, 3, 4, 5)).corner_block((2, 2))
             (0, 1, 3, 4)
         """
-        own = " x ".join(map(str, self.shape)) or self.topology
+        sizes = " x ".join(map(str, self.shape)) or self.topology
         if len(shape) != len(self.shape) or any(
             not 1 <= part <= length for part, length in zip(shape, self.shape, strict=True)
         ):
             block = " x ".join(map(str, shape))
             raise ResourceError(
-                f"block {block}: does not fit in the network, which is {own}; give as many lengths, "
+                f"block {block}: does not fit in the network, which is {sizes}; give as many lengths, "
                 "each from 1 to that of the torus"
             )
         positions = [0]

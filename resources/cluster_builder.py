@@ -307,24 +307,24 @@ def with_torus_shape(cluster: Cluster, shape: Sequence[int]) -> Cluster:
         >>> cluster.network.shape, len(cluster.devices), len(cluster.links)
         ((32, 8), 256, 512)
     """
-    network, wanted = cluster.network, " x ".join(map(str, shape))
+    network, requested = cluster.network, " x ".join(map(str, shape))
     if network.over != "devices" or network.topology != "torus":
         raise ResourceError(
             f"cluster {cluster.name}: its network is no torus of devices ({network.topology} over "
-            f"{network.over}), so it has no shape {wanted}; use a cluster with a torus"
+            f"{network.over}), so it has no shape {requested}; use a cluster with a torus"
         )
-    size, own = math.prod(shape), " x ".join(map(str, network.shape))
+    size, present = math.prod(shape), " x ".join(map(str, network.shape))
     per_machine = len(cluster.machines[0].devices)
     if len(shape) != len(network.shape) or min(shape) < 1 or size > len(cluster.devices):
         raise ResourceError(
-            f"cluster {cluster.name}: its torus is {own}, and {wanted} does not fit; give "
+            f"cluster {cluster.name}: its torus is {present}, and {requested} does not fit; give "
             f"{len(network.shape)} lengths from 1 up, of at most {len(cluster.devices)} devices"
         )
     parts = [[part for part in range(1, per_machine + 1) if length % part == 0] for length in shape]
     blocks = [block for block in itertools.product(*parts) if math.prod(block) == per_machine]
     if not blocks:
         raise ResourceError(
-            f"cluster {cluster.name}: a torus {wanted} has no blocks of the {per_machine} devices of a "
+            f"cluster {cluster.name}: a torus {requested} has no blocks of the {per_machine} devices of a "
             f"machine; give lengths whose divisors multiply to {per_machine}"
         )
     machines = cluster.machines[: size // per_machine]

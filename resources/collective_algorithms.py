@@ -198,7 +198,7 @@ def packed_rings(router: Router, group: Group) -> list[tuple[Group, float]] | No
     machines = {cluster.devices[device].machine for device in group}
     network = cluster.network
     if len(machines) == 1 and network.topology != "links" and network.over == "machines":
-        # Machines of one template are wired alike: solve once per set of places.
+        # Machines of one template have the same wiring: solve once per set of places.
         machine = cluster.machine_of(group[0])
         key = (machine.template, tuple(cluster.devices[device].local for device in group))
         if key not in router.packings:
@@ -295,23 +295,23 @@ def _torus(router: Router, kind: str, group: Group) -> Stages | None:
     axes = [axis for axis, length in enumerate(grid.shape) if length > 1]
     if len(axes) < 2:
         return None
-    scatter = [_axis_stage(grid, axes, at, "reduce_scatter") for at in range(len(axes))]
-    gather = [_axis_stage(grid, axes, at, "all_gather") for at in reversed(range(len(axes)))]
+    scatter = [_axis_stage(grid, axes, position, "reduce_scatter") for position in range(len(axes))]
+    gather = [_axis_stage(grid, axes, position, "all_gather") for position in reversed(range(len(axes)))]
     if kind == "all_reduce":
         return (*scatter, *gather)
     return tuple(scatter if kind == "reduce_scatter" else gather)
 
 
 def _axis_stage(
-    grid: np.ndarray[tuple[int, ...], np.dtype[np.int64]], axes: list[int], at: int, kind: str
+    grid: np.ndarray[tuple[int, ...], np.dtype[np.int64]], axes: list[int], position: int, kind: str
 ) -> Stage:
     flows: list[Flow] = []
     steps = 0
     for part in range(len(axes)):
         remaining = 1.0 / len(axes)
-        for earlier in range(at):
+        for earlier in range(position):
             remaining /= grid.shape[axes[(part + earlier) % len(axes)]]
-        axis = axes[(part + at) % len(axes)]
+        axis = axes[(part + position) % len(axes)]
         lines = np.moveaxis(grid, axis, -1).reshape(-1, grid.shape[axis])
         for line in lines.tolist():
             stage = _both_rings(line, kind, remaining)[0]

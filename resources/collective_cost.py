@@ -388,14 +388,14 @@ class CollectiveCost:
             if len(part) == size:
                 return
             for device in part:
-                inside, climb = self.router.way_up(device)
+                inside, upward = self.router.way_up(device)
                 for directed in inside:
                     for way in (directed, directed ^ 1):
                         load[way] = load.get(way, 0.0) + (size - len(part)) / size
-                for directed in climb[:1]:  # the NIC's own link: nothing for devices of the same machine
+                for directed in upward[:1]:  # the NIC's own link: nothing for devices of the same machine
                     for way in (directed, directed ^ 1):
                         load[way] = load.get(way, 0.0) + (size - len(part)) / size
-                for directed in climb[1:]:
+                for directed in upward[1:]:
                     below[directed] = below.get(directed, 0) + 1
         for directed, count in below.items():
             # Traffic between devices below a switch does not cross its way up.

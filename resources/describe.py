@@ -74,13 +74,13 @@ def _grouped(origins: Mapping[str, Origin]) -> dict[str, Origin]:
     groups = defaultdict[str, list[str]](list)
     for path in origins:
         groups[path.rpartition(".")[0]].append(path)
-    found = dict[str, Origin]()
+    origins_of = dict[str, Origin]()
     for path, origin in origins.items():
         group = path.rpartition(".")[0]
         same = len(groups[group]) > 1 and all(origins[other] == origin for other in groups[group])
         same = same and not group.rpartition(".")[2].startswith("devices")
-        found[group if same else path] = origin
-    return found
+        origins_of[group if same else path] = origin
+    return origins_of
 
 
 def _computation(cluster: Cluster, device: Device) -> list[str]:

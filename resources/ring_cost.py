@@ -159,13 +159,13 @@ class RingCost:
         }
         axes = tuple(block)
         orders = list(itertools.permutations(axes)) if len(axes) <= _MOST_ORDERS else [axes, axes[::-1]]
-        turned = [axes[at:] + axes[:at] for at in range(len(axes))]
+        turned = [axes[first:] + axes[:first] for first in range(len(axes))]
         slowest = min(axes, key=lambda axis: min(rate.bandwidth[axis] for rate in rates))
         bottleneck = self._first_link(block[slowest][0])
 
-        def seconds_per_byte(order: Sequence[int], at: int, rate: RingRate) -> float:
-            """Of stage `at` of a reduce_scatter in this order; an all_gather has the same stages backward."""
-            axis, left = order[at], math.prod(size[earlier] for earlier in order[:at])
+        def seconds_per_byte(order: Sequence[int], stage: int, rate: RingRate) -> float:
+            """Of a stage of a reduce_scatter in this order; an all_gather has the same stages backward."""
+            axis, left = order[stage], math.prod(size[earlier] for earlier in order[:stage])
             return (size[axis] - 1) / size[axis] / left * sharing[axis] / rate.bandwidth[axis]
 
         steps = sum(size[axis] - 1 for axis in axes)
@@ -173,13 +173,13 @@ class RingCost:
         alpha = launch + sum(steps * rate.step for rate in rates)
         lines = []
         for order in orders:
-            beta = sum(seconds_per_byte(order, at, rate) for rate in rates for at in range(len(axes)))
+            beta = sum(seconds_per_byte(order, stage, rate) for rate in rates for stage in range(len(axes)))
             lines.append(Line("axes", alpha, beta, bottleneck, launch=launch))
         most = len(axes) * max(size[axis] - 1 for axis in axes)
         beta = sum(
-            max(seconds_per_byte(order, at, rate) for order in turned) / len(axes)
+            max(seconds_per_byte(order, stage, rate) for order in turned) / len(axes)
             for rate in rates
-            for at in range(len(axes))
+            for stage in range(len(axes))
         )
         alpha = launch + sum(most * rate.step for rate in rates)
         lines.append(Line("axes at once", alpha, beta, bottleneck, launch=launch))
@@ -240,7 +240,7 @@ class RingCost:
     def _axis(self, directed: int) -> int:
         """The axis of the torus along which a link runs."""
         if not self._axes:
-            place = {self.router.cluster.devices[device].node: at for device, at in self._place.items()}
+            place = {self.router.cluster.devices[device].node: point for device, point in self._place.items()}
             for number, link in enumerate(self.router.cluster.links):
                 ends = zip(place[link.source], place[link.target], strict=True)
                 self._axes[number] = next(axis for axis, (a, b) in enumerate(ends) if a != b)

@@ -85,12 +85,12 @@ class Router:
                 f"{self.cluster.source}: {hardware.node} has no way to a NIC; add nics to "
                 f"machines[{machine.template}]"
             )
-        climb: list[int] = []
+        upward: list[int] = []
         node = nic
         while node in self._up:
             node, directed = self._up[node]
-            climb.append(directed)
-        return inside, tuple(climb)
+            upward.append(directed)
+        return inside, tuple(upward)
 
     def _compute_route(self, source: int, target: int) -> Path:
         cluster = self.cluster
@@ -172,12 +172,12 @@ class Router:
 
     def _up_and_down(self, source: str, target: str) -> Path | None:
         seen: dict[str, int] = {source: 0}
-        climb: list[int] = []
+        upward: list[int] = []
         node = source
         while node in self._up:
             node, directed = self._up[node]
-            climb.append(directed)
-            seen[node] = len(climb)
+            upward.append(directed)
+            seen[node] = len(upward)
         descent: list[int] = []
         node = target
         while node not in seen:
@@ -185,7 +185,7 @@ class Router:
                 return None
             node, directed = self._up[node]
             descent.append(directed ^ 1)
-        return (*climb[: seen[node]], *reversed(descent))
+        return (*upward[: seen[node]], *reversed(descent))
 
     def _along_axes(self, source: int, target: int, nodes: list[str]) -> Path:
         """Dimension-ordered route on a torus, the shorter way round each axis.

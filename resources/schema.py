@@ -244,21 +244,21 @@ class ResourceFile(Entry):
 
     def origins(self) -> dict[str, Origin]:
         """Where the numbers come from, by path in the file."""
-        found = {} if self.origin is None else {"launch": self.origin}
+        collected = {} if self.origin is None else {"launch": self.origin}
         for number, machine in enumerate(self.machines):
             where = f"machines[{number}]"
             for index, group in enumerate(machine.devices):
                 path = f"{where}.devices" + (f"[{index}]" if len(machine.devices) > 1 else "")
-                found |= _at(path, group.origin)
+                collected |= _at(path, group.origin)
             links: dict[str, LinkEntry | None] = {"inside": machine.inside, "nics": machine.nics}
             links["inside.host"] = machine.inside and machine.inside.host
             links["nics.attach"] = machine.nics and machine.nics.attach
             for name, link in links.items():
-                found |= _at(f"{where}.{name}", link.origin if link else {})
+                collected |= _at(f"{where}.{name}", link.origin if link else {})
         if self.network is not None:
-            found |= _at("network", self.network.origin)
+            collected |= _at("network", self.network.origin)
         tables = enumerate(self.measured)
-        return found | {f"measured[{i}]": table.origin for i, table in tables if table.origin is not None}
+        return collected | {f"measured[{i}]": table.origin for i, table in tables if table.origin is not None}
 
 
 def _at(path: str, origins: Mapping[str, Origin]) -> dict[str, Origin]:

@@ -31,7 +31,7 @@ _FOLDER = typer.Argument(help="Folder of a checkpoint, or a folder with checkpoi
 def list_checkpoints(directory: Annotated[str, _FOLDER]) -> None:
     """List checkpoints: step, epoch, size, time of writing, metrics of the last epoch."""
     rows = [("checkpoint", "step", "epoch", "size", "written", "last epoch")]
-    for each in _found(directory):
+    for each in _folders(directory):
         if each.checkpoint is None:
             rows.append((_name(each), "-", "-", "-", "-", _reason(each)))
             continue
@@ -53,7 +53,7 @@ def verify(directories: Annotated[list[str], _FOLDER]) -> None:
     failed = False
     for path in [check_path(directory) for directory in directories]:
         try:
-            checkpoints = _found(path)
+            checkpoints = _folders(path)
         except RuntimeFault as error:
             typer.echo(f"{shown_path(path)}: missing: {error}")
             failed = True
@@ -116,7 +116,7 @@ def prune(
     count."""
     if mode not in ("min", "max"):
         raise RuntimeFault(f'prune: --mode is {mode!r} but must be "min" or "max"')
-    checkpoints, damaged = _found(directory), list[CheckpointFolder]()
+    checkpoints, damaged = _folders(directory), list[CheckpointFolder]()
     if best and not any(each.metric(best) is not None for each in checkpoints):
         names = {
             n: None for f in checkpoints if f.checkpoint for e in f.checkpoint.contents.epochs[-1:] for n in e
@@ -134,8 +134,8 @@ def prune(
 
     stay, gone = list[CheckpointFolder](), list[CheckpointFolder]()
     for group in by_run(checkpoints):
-        kept, older = select(group, keep, best or None, mode, good)
-        stay, gone = stay + kept, gone + older
+        retained, older = select(group, keep, best or None, mode, good)
+        stay, gone = stay + retained, gone + older
     damaged += [each for each in checkpoints if each.checkpoint is None]
     for each in checkpoints:
         if each in gone:
@@ -160,7 +160,7 @@ def _verified(each: CheckpointFolder) -> bool:
     return not wrong
 
 
-def _found(directory: str | Path) -> list[CheckpointFolder]:
+def _folders(directory: str | Path) -> list[CheckpointFolder]:
     folder = check_path(directory)
     checkpoints = find(folder)
     if not checkpoints:

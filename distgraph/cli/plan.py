@@ -65,7 +65,7 @@ def plan(
     strategy: Annotated[str, STRATEGY] = "",
     start: Annotated[str, START] = "",
     measure: Annotated[
-        int, typer.Option("--measure", help="Run so many of the best plans for some steps; keep the fastest.")
+        int, typer.Option("--measure", help="Run N of the best plans for some steps; keep the fastest.")
     ] = 0,
     hosts: Annotated[str, HOSTS] = "",
     hostfile: Annotated[str, HOSTFILE] = "",

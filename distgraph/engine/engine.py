@@ -202,8 +202,8 @@ class Engine:
         else:
             step = self.step + 1
             logs = self._session.recorded(compiled, batch, self._scalars(), self._recording, step)
-        found = self._session.nonfinite(compiled)
-        self._nonfinite.after_step(found, logs["loss"], self.step + 1, given, self.history)
+        nonfinite_counts = self._session.nonfinite(compiled)
+        self._nonfinite.after_step(nonfinite_counts, logs["loss"], self.step + 1, given, self.history)
         self.step += 1
         if batch is given:  # it knows its place in the epoch; bare arrays have none
             self.epoch, self.position = batch.epoch, batch.position + len(batch)
@@ -272,7 +272,7 @@ class Engine:
             temperature, top_k, top_p: see `Sampling`; by default the most probable token is chosen.
             end_token: ends a sequence.
             length: positions of the model; by default those of the samples it was trained with.
-            keep: when all positions are used up, go on from so many last tokens; None raises instead.
+            keep: when all positions are used up, go on from this number of last tokens; None raises instead.
             seed: of the choices.
 
         Returns:
@@ -414,9 +414,9 @@ class Engine:
         chosen = load_cluster(cluster) if isinstance(cluster, (str, Path)) else cluster
         chosen = cluster_for(chosen, self.cluster, "forecast(cluster=...)")
         built = (compiled.build, compiled.mapping) if chosen is self.cluster else None
-        found = forecast_training(compiled.request, chosen, built, runtime)
-        found.write(html, trace, timeline)
-        return found.forecast
+        result = forecast_training(compiled.request, chosen, built, runtime)
+        result.write(html, trace, timeline)
+        return result.forecast
 
     def start_recording(self) -> None:
         """From the next training step on, record when every task runs on every rank, and when ranks wait.

@@ -205,13 +205,13 @@ def _prompts(prompts: Any) -> list[np.ndarray]:
 def _positions(session: Session, length: int | None, needed: int) -> tuple[int, np.dtype[Any]]:
     """Positions of a sequence if not given, and dtype of tokens: those of the longest samples so far."""
     names = {f"{POSITION}0", *(arguments(session.training_spec.model) or ())}
-    known = [
+    limits = [
         (shape[0], dtype)
         for mode, _, fields, _ in session.programs
         for name, (shape, dtype) in fields
         if mode != "generate" and name in names and len(shape) == 1
     ]
-    longest, dtype = max(known, default=(needed, "i32"))
+    longest, dtype = max(limits, default=(needed, "i32"))
     return length or longest, to_numpy(dtype)
 
 

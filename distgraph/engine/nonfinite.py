@@ -19,7 +19,7 @@ from distgraph.plan.strategy import Strategy
 from distgraph.runtime.execute.finite_check import all_finite
 from distgraph.runtime.execute.process_group import is_chief
 
-Found = Mapping[int, Mapping[str, tuple[int, int]]]
+NonfiniteCounts = Mapping[int, Mapping[str, tuple[int, int]]]
 """Rank -> name -> (values that are not finite, values in the rank's block)."""
 
 
@@ -38,7 +38,9 @@ class NonFiniteSteps:
         self._policy = strategy.nonfinite
         self._warned = False
 
-    def after_step(self, found: Found | None, loss: float, step: int, batch: Any, history: History) -> None:
+    def after_step(
+        self, nonfinite_counts: NonfiniteCounts | None, loss: float, step: int, batch: Any, history: History
+    ) -> None:
         """Note a step, and apply the policy if not all of its values were finite.
 
         Args:
@@ -51,19 +53,19 @@ class NonFiniteSteps:
         Raises:
             NonFiniteError: the policy is "raise", and the scale of the loss is not the cause.
         """
-        if found is None:
+        if nonfinite_counts is None:
             if self.scale is not None:
                 self.scale.no_overflow()
             return
         if self.scale is not None and self.scale.overflow(loss):
             history.skipped.append(step)
             return
-        self._warned = apply_policy(self._policy, found, loss, step, batch, warned=self._warned)
+        self._warned = apply_policy(self._policy, nonfinite_counts, loss, step, batch, warned=self._warned)
         if self._policy == "skip":
             history.skipped.append(step)
 
 
-def described(found: Found, loss: float, step_text: str) -> str:
+def described(nonfinite_counts: NonfiniteCounts, loss: float, step_text: str) -> str:
     """Text for messages about values that are not finite: the loss, and the first gradient with its ranks.
 
     Args:
@@ -72,12 +74,14 @@ def described(found: Found, loss: float, step_text: str) -> str:
         step_text: the step, such as "step 3".
     """
     parts = [] if np.isfinite(loss) else [f"loss is {loss} in {step_text}"]
-    every = dict.fromkeys(name for rank in sorted(found) for name in found[rank] if name != "loss")
+    every = dict.fromkeys(
+        name for rank in sorted(nonfinite_counts) for name in nonfinite_counts[rank] if name != "loss"
+    )
     names = [name for name in every if name.startswith("gradient of ")] or list(every)
     if names:
         first, others = names[0], len(names) - 1
-        ranks = [rank for rank in sorted(found) if first in found[rank]]
-        count, size = found[ranks[0]][first]
+        ranks = [rank for rank in sorted(nonfinite_counts) if first in nonfinite_counts[rank]]
+        count, size = nonfinite_counts[ranks[0]][first]
         on = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
         others_text = f" (and of {others} more)" if others else ""
         step_phrase = "" if parts else f" in {step_text}"
@@ -99,7 +103,9 @@ def skipped_steps(means: Means, history: History, step: int, steps: int, epoch: 
     return float(sum(number > step - steps for number in history.skipped))
 
 
-def apply_policy(policy: str, found: Found, loss: float, step: int, batch: Any, *, warned: bool) -> bool:
+def apply_policy(
+    policy: str, nonfinite_counts: NonfiniteCounts, loss: float, step: int, batch: Any, *, warned: bool
+) -> bool:
     """Handle a step with values that are not finite as `Strategy.nonfinite` says.
 
     Args:
@@ -115,7 +121,7 @@ def apply_policy(policy: str, found: Found, loss: float, step: int, batch: Any, 
         NonFiniteError: the policy is raise.
     """
     location = f" (epoch {batch.epoch}, samples from {batch.position})" if isinstance(batch, Batch) else ""
-    problem = described(found, loss, f"step {step}{location}")
+    problem = described(nonfinite_counts, loss, f"step {step}{location}")
     if policy == "raise":
         raise refuse_step(problem)
     if policy == "warn" and not warned:

@@ -198,13 +198,13 @@ def assign_tensors(world: World, memory: Memory, names: Iterable[str], arrays: M
         GraphError: there is no tensor of a name, or it has another shape or kind of numbers.
     """
     _require_records(memory)
-    known = [name for name in names if name in memory.records]
+    stored = [name for name in names if name in memory.records]
     checked: dict[str, np.ndarray] = {}
     for name, given in arrays.items():
-        if name not in known:
+        if name not in stored:
             raise GraphError(
-                f"engine has no parameter or buffer {name!r} to assign; it has {', '.join(known[:5])}"
-                f"{', ...' if len(known) > 5 else ''}"
+                f"engine has no parameter or buffer {name!r} to assign; it has {', '.join(stored[:5])}"
+                f"{', ...' if len(stored) > 5 else ''}"
             )
         array, record = np.asarray(given), memory.records[name]
         if array.shape != record.shape:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Python's cyclic garbage collector stands still inside; also a decorator.
+    """Python's cyclic garbage collector is paused inside; also a decorator.
 
     What refers to nothing in a cycle is freed as always. Nests: only the outermost switches it on again.
 

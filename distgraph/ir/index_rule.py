@@ -149,23 +149,23 @@ def bind(
         raise GraphError(
             f"rule {text!r} has {len(parsed_left)} operands but {len(operand_shapes)} were given"
         )
-    known = dict(sizes)
+    index_sizes = dict(sizes)
     extra = _ellipsis_rank(text, parsed_left, operand_shapes)
     if not parsed_left and result_shapes is not None:
         extra = _ellipsis_rank(text, parsed_right, result_shapes)
     operands = tuple(_expand(t, extra, s) for t, s in zip(parsed_left, operand_shapes, strict=True))
     for position, (term, shape) in enumerate(zip(operands, operand_shapes, strict=True)):
-        _solve(text, f"operand {position}", term, shape, known, flags["~"])
+        _solve(text, f"operand {position}", term, shape, index_sizes, flags["~"])
     results = tuple(_expand(t, extra, None) for t in parsed_right)
     if parsed_left:
         for position in range(extra):
-            known.setdefault(f"z{position}", 1)  # every operand broadcasts here
+            index_sizes.setdefault(f"z{position}", 1)  # every operand broadcasts here
     if result_shapes is not None:
         for position, (term, shape) in enumerate(zip(results, result_shapes, strict=True)):
-            _solve(text, f"result {position}", term, shape, known, flags["~"])
+            _solve(text, f"result {position}", term, shape, index_sizes, flags["~"])
     if "..." in flags["!"]:
         flags["!"] = (flags["!"] - {"..."}) | {f"z{i}" for i in range(extra)}
-    return make_rule(text, operands, results, known, flags["!"], flags["@"], flags["~"])
+    return make_rule(text, operands, results, index_sizes, flags["!"], flags["@"], flags["~"])
 
 
 def term_of(shape: Shape, prefix: str = "i") -> tuple[Term, dict[str, int]]:
@@ -317,24 +317,24 @@ def _expand(tensor: list[tuple[str, ...]], extra: int, shape: Shape | None) -> T
 
 
 def _solve(
-    text: str, subject: str, term: Term, shape: Shape, known: dict[str, int], sliding: set[str]
+    text: str, subject: str, term: Term, shape: Shape, index_sizes: dict[str, int], sliding: set[str]
 ) -> None:
     for indices, length in zip(term, shape, strict=True):
         if not indices:
             continue
         if indices[0] in sliding:
-            known[indices[0]] = min(length, known.get(indices[0], length))
+            index_sizes[indices[0]] = min(length, index_sizes.get(indices[0], length))
             continue
         product, unknown = 1, []
         for index in indices:
-            if index in known:
-                product *= known[index]
+            if index in index_sizes:
+                product *= index_sizes[index]
             else:
                 unknown.append(index)
         if len(unknown) == 1 and product and length % product == 0:
-            known[unknown[0]] = length // product
+            index_sizes[unknown[0]] = length // product
         elif unknown or product != length:
-            described = ", ".join(f"{i}={known.get(i, '?')}" for i in indices)
+            described = ", ".join(f"{i}={index_sizes.get(i, '?')}" for i in indices)
             raise GraphError(
                 f"index {' '.join(indices)} is {length} in {subject} but {described} elsewhere ({text})"
             )

@@ -488,8 +488,8 @@ def broadcast_rule(shapes: Shapes, results: int) -> Rule:
         ) from None
     letters = tuple(f"i{d}" for d in range(len(shape)))
     terms = []
-    for own in shapes:
-        skip = len(shape) - len(own)
-        terms.append(tuple((letters[skip + d],) if n == shape[skip + d] else () for d, n in enumerate(own)))
+    for sizes in shapes:
+        skip = len(shape) - len(sizes)
+        terms.append(tuple((letters[skip + d],) if n == shape[skip + d] else () for d, n in enumerate(sizes)))
     term = tuple((letter,) for letter in letters)
     return make_rule("elementwise", tuple(terms), (term,) * results, dict(zip(letters, shape, strict=True)))

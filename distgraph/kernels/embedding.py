@@ -53,9 +53,9 @@ def embedding(xp: Namespace, table: Array, ids: Array, *, offset: int = 0, out: 
 def _add_rows_loop(table: Any, positions: Any, updates: Any) -> None:
     """table[positions[i]] += updates[i], in order; positions outside the table are skipped."""
     for i in range(positions.size):
-        at = positions[i]
-        if 0 <= at < table.shape[0]:
-            row, change = table[at], updates[i]
+        position = positions[i]
+        if 0 <= position < table.shape[0]:
+            row, change = table[position], updates[i]
             for j in range(row.size):
                 row[j] += change[j]
 

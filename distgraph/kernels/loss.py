@@ -47,8 +47,8 @@ def pick(xp: Namespace, x: Array, labels: Array, *, offset: int = 0, out: Array 
     if size == 0:
         return store(xp, xp.zeros(labels.shape, x.dtype), out)
     position, inside = _local(xp, labels, offset, size)
-    taken = xp.take_along_axis(x, position[..., None], axis=-1)[..., 0]
-    return store(xp, xp.where(inside, taken, x.dtype.type(0)), out)
+    picked = xp.take_along_axis(x, position[..., None], axis=-1)[..., 0]
+    return store(xp, xp.where(inside, picked, x.dtype.type(0)), out)
 
 
 @computed_in_f32(0)

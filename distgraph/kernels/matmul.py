@@ -98,9 +98,9 @@ def _parse(spec: str) -> tuple[tuple[Names, ...], Names]:
     terms = [t.strip() for t in (*left.split(","), right)]
     spaced = any(" " in t for t in terms)
     names = [tuple(t.split() if spaced else t) for t in terms]
-    known = {n for term in names[:-1] for n in term}
+    in_operands = {n for term in names[:-1] for n in term}
     for n in names[-1]:
-        if n not in known or names[-1].count(n) > 1:
+        if n not in in_operands or names[-1].count(n) > 1:
             raise GraphError(
                 f"einsum {spec!r}: result index {n} must be once in the result and in some operand"
             )
@@ -198,11 +198,11 @@ def einsum(xp: Namespace, *operands: Array, spec: str, out: Array | None = None)
         b, a = arrays.pop(j), arrays.pop(i)
         names_b, names_a = names.pop(j), names.pop(i)
         last = not arrays
-        wanted = {n for t in (*names, result) for n in t}
-        kept = result if last else tuple(dict.fromkeys(n for n in names_a + names_b if n in wanted))
-        plan = _plan_pair(names_a, names_b, kept, tuple(a.shape), tuple(b.shape))
+        remaining = {n for t in (*names, result) for n in t}
+        product = result if last else tuple(dict.fromkeys(n for n in names_a + names_b if n in remaining))
+        plan = _plan_pair(names_a, names_b, product, tuple(a.shape), tuple(b.shape))
         arrays.append(_contract(xp, a, b, plan, out if last else None))
-        names.append(kept)
+        names.append(product)
     return arrays[0]
 
 
@@ -253,9 +253,9 @@ def _check(spec: str, terms: tuple[Names, ...], shapes: tuple[tuple[int, ...], .
 def _single(xp: Namespace, x: Array, names: Names, result: Names, out: Array | None) -> Array:
     """Sum and transpose of one operand."""
     gone = tuple(i for i, n in enumerate(names) if n not in result)
-    kept = [n for n in names if n in result]
+    remaining = [n for n in names if n in result]
     y = x.sum(axis=gone) if gone else x
-    return store(xp, xp.ascontiguousarray(y.transpose([kept.index(n) for n in result])), out)
+    return store(xp, xp.ascontiguousarray(y.transpose([remaining.index(n) for n in result])), out)
 
 
 def _general(xp: Namespace, terms: tuple[Names, ...], result: Names, operands: tuple[Array, ...]) -> Array:
@@ -281,38 +281,38 @@ def einsum_workspace(*operands: Array, spec: str, adds: bool = False) -> int:
     for i, j in ((0, 1),) if len(shells) == 2 else _path(spec, shapes):
         b, a = shells.pop(j), shells.pop(i)
         names_b, names_a = names.pop(j), names.pop(i)
-        wanted = {n for t in (*names, result) for n in t}
-        kept = tuple(dict.fromkeys(n for n in names_a + names_b if n in wanted)) if shells else result
-        plan = _plan_pair(names_a, names_b, kept, tuple(a.shape), tuple(b.shape))
+        remaining = {n for t in (*names, result) for n in t}
+        product = tuple(dict.fromkeys(n for n in names_a + names_b if n in remaining)) if shells else result
+        plan = _plan_pair(names_a, names_b, product, tuple(a.shape), tuple(b.shape))
         made = _shell(plan.shape_out, a.dtype)
         direct = len(plan.shape) == 2 and not plan.sum_a and not plan.sum_b
-        own = made.nbytes if shells or (adds and not direct) else 0
-        most = max(most, alive + own + _pair_workspace(a, b, plan, made))
-        alive += own - sum(x.nbytes for x in (a, b) if not any(x is o for o in operands))
+        nbytes = made.nbytes if shells or (adds and not direct) else 0
+        most = max(most, alive + nbytes + _pair_workspace(a, b, plan, made))
+        alive += nbytes - sum(x.nbytes for x in (a, b) if not any(x is o for o in operands))
         shells.append(made)
-        names.append(kept)
+        names.append(product)
     return most
 
 
 def _pair_workspace(a: Array, b: Array, plan: _Pair, made: Array) -> int:
     """Bytes that one contraction allocates in addition to its operands and result."""
-    found = 0
+    nbytes = 0
     for x, gone, order, shape in (
         (a, plan.sum_a, plan.order_a, plan.shape_a),
         (b, plan.sum_b, plan.order_b, plan.shape_b),
     ):
         if gone:
             x = _shell(tuple(n for d, n in enumerate(x.shape) if d not in gone), x.dtype)
-            found += x.nbytes
+            nbytes += x.nbytes
         merged = _merged(x.transpose(order), shape)
-        found += x.nbytes if merged is None or not is_blas_ready(merged) else 0
-    return found + (made.nbytes if _merged(made.transpose(plan.order_out), plan.shape) is None else 0)
+        nbytes += x.nbytes if merged is None or not is_blas_ready(merged) else 0
+    return nbytes + (made.nbytes if _merged(made.transpose(plan.order_out), plan.shape) is None else 0)
 
 
 def _single_workspace(x: Array, names: Names, result: Names) -> int:
     summed: int = prod(n for n, name in zip(x.shape, names, strict=True) if name in result) * x.itemsize
-    kept = tuple(n for n in names if n in result)
-    return summed * ((len(kept) < len(names)) + (kept != result))
+    remaining = tuple(n for n in names if n in result)
+    return summed * ((len(remaining) < len(names)) + (remaining != result))
 
 
 def _shell(shape: tuple[int, ...], dtype: np.dtype) -> Array:

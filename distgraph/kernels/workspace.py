@@ -85,8 +85,8 @@ def take(x: Array, ids: Array, *, dim: int, offset: int = 0, length: int | None 
     """The table with the dim in front, and what is taken of that."""
     if not dim:
         return embedding(x, ids, offset=offset, length=length)
-    taken = x.nbytes // x.shape[dim] * ids.size if x.shape[dim] else 0
-    return int(x.nbytes + taken) + embedding(x, ids, offset=offset, length=length)
+    nbytes = x.nbytes // x.shape[dim] * ids.size if x.shape[dim] else 0
+    return int(x.nbytes + nbytes) + embedding(x, ids, offset=offset, length=length)
 
 
 def pick(x: Array, labels: Array, **attrs: Any) -> int:

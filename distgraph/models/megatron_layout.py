@@ -169,8 +169,8 @@ class Stack(Placed):
     def preset(cls, name: str, **changes: Any) -> Self:
         """A published model, some fields of its config changed. Raises GraphError for an unknown name."""
         if name not in cls.presets:
-            known = ", ".join(cls.presets)
-            raise GraphError(f"preset {name!r} of {cls.__name__} does not exist; there are {known}")
+            names = ", ".join(cls.presets)
+            raise GraphError(f"preset {name!r} of {cls.__name__} does not exist; there are {names}")
         build: Callable[[Any], Self] = cls
         return build(replace(cls.presets[name], **changes))
 

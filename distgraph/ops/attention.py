@@ -117,9 +117,9 @@ def _from_kernel(xp: Any, q: Any, k: Any, v: Any, start: Any, out: Any = None, *
         raise GraphError(
             f"queries {int(start)} to {keys - 1} do not lie within the {k.shape[2]} positions of the keys"
         )
-    known = k[:, :, :keys], v[:, :, :keys]
+    visible = k[:, :, :keys], v[:, :, :keys]
     outputs = None if out is None else (out, None)
-    return kernels.attention(xp, q, *known, causal=True, scale=scale, out=outputs)[0]
+    return kernels.attention(xp, q, *visible, causal=True, scale=scale, out=outputs)[0]
 
 
 def _pairs(shapes: Shapes, attrs: Attrs) -> int:

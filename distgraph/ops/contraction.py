@@ -101,17 +101,17 @@ def contraction_gradient(
     terms: Terms, right: str, operands: Sequence[Tensor], grad: Tensor, position: int
 ) -> Tensor:
     """Gradient of one operand of an einsum: the cotangent contracted with the other operands."""
-    wanted = terms[position]
+    goal = terms[position]
     others = [(term, x) for i, (term, x) in enumerate(zip(terms, operands, strict=True)) if i != position]
     present = set(right).union(*(term for term, _ in others)) if others else set(right)
-    target = "".join(letter for letter in wanted if letter in present)
+    target = "".join(letter for letter in goal if letter in present)
     spec = ",".join([right, *(term for term, _ in others)]) + "->" + target
     result = emit_one("einsum", grad, *(x for _, x in others), spec=spec)
-    if target == wanted:
+    if target == goal:
         return result
     # an index that only this operand had was summed alone: its gradient is the same at every position
     like = operands[position].shape
-    shape = tuple(n if letter in present else 1 for letter, n in zip(wanted, like, strict=True))
+    shape = tuple(n if letter in present else 1 for letter, n in zip(goal, like, strict=True))
     return emit_one("broadcast_to", emit_one("reshape", result, shape=shape), shape=like)
 
 

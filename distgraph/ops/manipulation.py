@@ -46,11 +46,11 @@ def getitem(x: Any, key: Any) -> Tensor:
             strides.append(stride)
             shape.append(length)
         elif isinstance(part, (int, np.integer)) and not isinstance(part, (bool, np.bool_)):
-            at = operator.index(part)
-            if not -n <= at < n:
-                raise GraphError(f"index {at} is out of range for dim {dim} of {tensor.value.type}")
-            starts.append(at % n)
-            stops.append(at % n + 1)
+            number = operator.index(part)
+            if not -n <= number < n:
+                raise GraphError(f"index {number} is out of range for dim {dim} of {tensor.value.type}")
+            starts.append(number % n)
+            stops.append(number % n + 1)
             strides.append(1)
         else:
             if rows is not None:

@@ -124,9 +124,9 @@ def _sum_gradient(c: GradientContext) -> Grads:
 
 def _extreme_gradient(c: GradientContext) -> Grads:
     x, dims = c.operands[0], c.attrs["dims"]
-    kept = tuple(1 if d in dims else n for d, n in enumerate(x.shape))
-    hit = emit_one("cast", emit_one("equal", x, reshape_to(c.results[0], kept)), dtype=x.dtype)
-    share = reshape_to(c.grad, kept) / emit_one("reduce_sum", hit, dims=dims, keepdims=True)
+    reduced = tuple(1 if d in dims else n for d, n in enumerate(x.shape))
+    hit = emit_one("cast", emit_one("equal", x, reshape_to(c.results[0], reduced)), dtype=x.dtype)
+    share = reshape_to(c.grad, reduced) / emit_one("reduce_sum", hit, dims=dims, keepdims=True)
     return [hit * share]  # equal elements share the gradient evenly
 
 

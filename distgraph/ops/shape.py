@@ -379,9 +379,9 @@ def _localize_roll(attrs: Attrs, local: Local) -> Attrs:
 def _roll_kernel(xp: Any, x: Any, out: Any = None, *, shift: int, dim: int) -> Any:
     if out is None:
         return xp.roll(x, shift, dim)
-    front, at = (slice(None),) * dim, shift % max(1, x.shape[dim])
-    out[(*front, slice(at, None))] = x[(*front, slice(0, x.shape[dim] - at))]
-    out[(*front, slice(0, at))] = x[(*front, slice(x.shape[dim] - at, None))]
+    front, offset = (slice(None),) * dim, shift % max(1, x.shape[dim])
+    out[(*front, slice(offset, None))] = x[(*front, slice(0, x.shape[dim] - offset))]
+    out[(*front, slice(0, offset))] = x[(*front, slice(x.shape[dim] - offset, None))]
     return out
 
 

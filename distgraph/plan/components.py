@@ -142,8 +142,8 @@ class Computed:
         stage = "" if self.stage is None else f" @{self.stage}"
         stored = self.stored or (None,) * len(self.results)
         results = (
-            f"{spec}" if kept is None else f"{spec} @{kept}"
-            for spec, kept in zip(self.results, stored, strict=True)
+            f"{spec}" if layout is None else f"{spec} @{layout}"
+            for spec, layout in zip(self.results, stored, strict=True)
         )
         by = "" if self.algorithm is None else f" by {self.algorithm}"
         return f"{self.kind}{by}{stage} {{{', '.join(parts)}}} -> {'; '.join(results)}"
@@ -326,7 +326,7 @@ class MeasuredPlan:
 
 @documented("front", "measured")
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class SearchRecord:
     """How a plan was found.
 
     Attributes:

@@ -1,7 +1,7 @@
 """Plan: everything that is decided about a distributed program, as data apart from the program.
 
 A plan says which ranks form which stage, which layers a stage computes, into how many micro-batches a batch
-is cut, which layers are computed again in the backward part, and the layout of every tensor and op. It is
+is cut, which layers are recomputed in the backward part, and the layout of every tensor and op. It is
 written as JSON (docs/plan.md) with one item a line and equal layers in one entry, so that the plan of a
 96-layer model stays small and two plans can be compared line by line.
 
@@ -26,11 +26,11 @@ from distgraph.plan.components import (
     Computed,
     Decision,
     Estimate,
-    Found,
     Layer,
     LayerOps,
     Program,
     Rest,
+    SearchRecord,
     Stage,
     Stored,
 )
@@ -38,7 +38,7 @@ from distgraph.plan.decisions import Decisions
 from distgraph.plan.export import EXPORTERS, Export, Surface
 from distgraph.plan.placement import PlacedRanks
 from distgraph.plan.plan_diff import changed
-from distgraph.plan.report import CHANGED, Comparison, compared, shown, stage_cells, told
+from distgraph.plan.report import CHANGED, Comparison, compared, decision_lines, shown, stage_cells
 from distgraph.plan.schema import DECIDED, VERSION, document, read_fields
 from distgraph.serialization.atomic_files import write_atomically
 from distgraph.serialization.documents import dumps, parse_json, read_json
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Plan", "Comparison", "Program", "Stage", "Layer", "Stored", "Computed", "LayerOps", "Estimate",
-    "Decision", "Found", "Rest", "VERSION",
+    "Decision", "SearchRecord", "Rest", "VERSION",
 ]  # fmt: skip
 
 
@@ -101,7 +101,7 @@ class Plan(Decisions):
     surface: Surface | None = None
     forecast: Estimate | None = None
     baselines: Mapping[str, float | str] = field(default_factory=dict)
-    search: Found = field(default_factory=Found)
+    search: SearchRecord = field(default_factory=SearchRecord)
     decisions: Mapping[str, Decision] = field(default_factory=dict)
 
     @property
@@ -115,7 +115,7 @@ class Plan(Decisions):
 
     @property
     def digest(self) -> str:
-        """Hash of what the plan decides: equal for plans that run alike."""
+        """Hash of what the plan decides: equal for plans that run in the same way."""
         decided = {name: part for name, part in document(self).items() if name in DECIDED}
         return xxh3_64_hexdigest(dumps(decided).encode())
 
@@ -241,10 +241,10 @@ class Plan(Decisions):
         before = (
             [f"  {CHANGED}: what follows is of the plan before"] if self._disagrees(name, decision) else []
         )
-        return "\n".join([fact or name, *before, *told(self, decision)])
+        return "\n".join([fact or name, *before, *decision_lines(self, decision)])
 
     def instead(self, name: str) -> Plan:
-        """The plan with the runner-up in place of a choice, and what goes with it; its forecast is not told.
+        """The plan with the runner-up in place of a choice, and what goes with it; its forecast is not known.
 
         Args:
             name: of a decision that `explain` shows with a runner-up.
@@ -254,11 +254,11 @@ class Plan(Decisions):
         """
         decision = self._decision(name)
         if decision is None or not decision.instead:
-            known = ", ".join(key for key, other in self.decisions.items() if other.instead) or "no decision"
+            names = ", ".join(key for key, other in self.decisions.items() if other.instead) or "no decision"
             raise GraphError(
-                f"plan of {self.program.name} does not say what {name!r} would be instead; it does of {known}"
+                f"plan of {self.program.name} does not say what {name!r} would be instead; it does of {names}"
             )
-        search = Found(mode=f"{self.search.mode}, instead of {decision.chosen} of {name}")
+        search = SearchRecord(mode=f"{self.search.mode}, instead of {decision.chosen} of {name}")
         other = changed(self, decision.instead)
         return replace(other, surface=None, forecast=None, baselines={}, search=search, decisions={})
 
@@ -295,7 +295,7 @@ class Plan(Decisions):
             return f"{name}: {', '.join(filter(None, stage_cells(self, number)))}"
         if word != "layer" or not 0 <= number < len(self.layers):
             return None
-        again = ", computed again in the backward part" if number in self.recompute else ""
+        again = ", recomputed in the backward part" if number in self.recompute else ""
         head = f"{name} (from {self.layers[number]}) on stage {self.stage_of(number)}{again}"
         return "\n".join([head, *(f"  {op}" for op in self.ops[number].ops)])
 
@@ -305,9 +305,9 @@ class Plan(Decisions):
         )
 
     def _decision(self, name: str) -> Decision | None:
-        found = self.decisions.get(name)
-        if found is not None:
-            return found
+        decision = self.decisions.get(name)
+        if decision is not None:
+            return decision
         return next((d for key, d in self.decisions.items() if "{" in key and name in unfold(key)), None)
 
     def _disagrees(self, name: str, decision: Decision) -> bool:

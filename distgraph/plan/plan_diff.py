@@ -116,20 +116,20 @@ def _borders(stages: Sequence[Stage]) -> str:
 
 def _with_borders(stages: Sequence[Stage], text: str) -> tuple[Stage, ...]:
     """Stages on the same meshes with other layers, together as many as before."""
-    found, done = [], 0
+    moved, done = [], 0
     for stage, part in zip(stages, text.split("|"), strict=True):
         layers = parse_spans(part)
         if layers != tuple(range(done, done + len(layers))):
             raise ValueError(text)
-        found.append(replace(stage, first=done, last=done + len(layers)))
+        moved.append(replace(stage, first=done, last=done + len(layers)))
         done += len(layers)
     if done != stages[-1].last:
         raise ValueError(text)
-    return tuple(found)
+    return tuple(moved)
 
 
 def _ascending(layers: tuple[int, ...], count: int) -> tuple[int, ...]:
-    """Numbers of some of so many layers."""
+    """Numbers of some of the layers."""
     if list(layers) != sorted({*layers}) or any(layer >= count for layer in layers):
         raise ValueError(layers)
     return layers

@@ -53,7 +53,7 @@ def shown(plan: Plan) -> str:
         "stages\n" + indented_table([(str(i), *stage_cells(plan, i)) for i in range(len(plan.stages))])
     )
     if plan.recompute:
-        parts.append(f"layers computed again in the backward part: {spans(plan.recompute)}")
+        parts.append(f"layers recomputed in the backward part: {spans(plan.recompute)}")
     if plan.zero:
         parts.append(f"ZeRO: level {plan.zero}")
     parts.append("tensors\n" + indented_table(_layouts(plan)))
@@ -88,7 +88,7 @@ def _layouts(plan: Plan) -> list[tuple[str, str, str]]:
     return rows
 
 
-def told(plan: Plan, decision: Decision) -> list[str]:
+def decision_lines(plan: Plan, decision: Decision) -> list[str]:
     """A decision: what was chosen, its terms, the runner-up and what it would cost."""
     costs = ", ".join(f"{name} {in_seconds(cost)}" for name, cost in decision.terms.items())
     lines = [f"  chosen: {decision.chosen}" + (f" ({costs})" if costs else "")]
@@ -102,9 +102,9 @@ def _instead(plan: Plan, seconds: float | None) -> str:
         return ""
     if plan.forecast is None:
         return f", a step of {in_seconds(seconds)}"
-    mine, own = plan.forecast.seconds, plan.forecast.uncertain
+    mine, spread = plan.forecast.seconds, plan.forecast.uncertain
     # A runner-up differs in one decision, so its step goes to the same things.
-    equal = f", {EQUAL}" if own is not None and own.equals(replace(own, seconds=seconds)) else ""
+    equal = f", {EQUAL}" if spread is not None and spread.equals(replace(spread, seconds=seconds)) else ""
     return (
         f", a step of {in_seconds(seconds)} in place of {in_seconds(mine)} ({seconds / mine - 1:+.2%}){equal}"
     )
@@ -175,7 +175,7 @@ def _products_text(plan: Plan) -> str:
 
 
 def _compared_ops(left: Sequence[LayerOps], right: Sequence[LayerOps]) -> Iterable[tuple[str, str, str]]:
-    """The first op that differs, of layers that differ alike; nothing where the layers are others."""
+    """The first op that differs, of layers with the same difference; nothing where the layers are others."""
     if len(left) != len(right):
         return
     groups: dict[tuple[LayerOps, LayerOps], list[int]] = {}
@@ -220,8 +220,8 @@ def _memory_text(plan: Plan, stage: int) -> str:
 
 def _times(plan: Plan) -> list[tuple[str, str]]:
     assert plan.forecast is not None
-    own = plan.forecast.uncertain
-    interval = "" if own is None else f" ({own.interval})"
+    spread = plan.forecast.uncertain
+    interval = "" if spread is None else f" ({spread.interval})"
     rows = [(f"this plan{_before(plan)}", f"{in_seconds(plan.forecast.seconds)}{interval}")]
     for name, baseline in plan.baselines.items():
         rows.append((name, baseline if isinstance(baseline, str) else _baseline(plan, name, baseline)))
@@ -231,10 +231,10 @@ def _times(plan: Plan) -> list[tuple[str, str]]:
 def _baseline(plan: Plan, name: str, seconds: float) -> str:
     """Seconds of a baseline with their interval, and whether the plan is really faster."""
     assert plan.forecast is not None
-    own, other = plan.forecast.uncertain, plan.forecast.baseline(name, seconds)
-    if own is None or other is None:
+    spread, other = plan.forecast.uncertain, plan.forecast.baseline(name, seconds)
+    if spread is None or other is None:
         return in_seconds(seconds)
-    equal = f", {EQUAL}" if own.equals(other) and not plan.is_changed else ""
+    equal = f", {EQUAL}" if spread.equals(other) and not plan.is_changed else ""
     return f"{in_seconds(seconds)} ({other.interval}){equal}"
 
 

@@ -69,9 +69,9 @@ class TextTable:
             GraphError: the program has another number of stages or chunks, or more micro-batches.
         """
         if (stages, chunks) != (self.stages, self.chunks) or micro_batches > self.micro_batches:
-            own = _size(self.stages, self.chunks, self.micro_batches)
+            size = _size(self.stages, self.chunks, self.micro_batches)
             raise GraphError(
-                f"schedule {self.name}: its table is for {own} but the program has "
+                f"schedule {self.name}: its table is for {size} but the program has "
                 f"{_size(stages, chunks, micro_batches)}; write a table for these"
             )
         return {key: action for key, action in self.actions.items() if action.micro_batch < micro_batches}
@@ -249,8 +249,8 @@ def given_schedule(given: str) -> str:
     where = "schedule of Strategy" if is_text else given
     table = parse_schedule(given if is_text else read_text(given, GraphError), where)
     if table.name in schedule_names():
-        known = schedule_policy(table.name)
-        if table not in (known.table, known.chunked_table):
+        existing = schedule_policy(table.name)
+        if table not in (existing.table, existing.chunked_table):
             raise GraphError(
                 f"{where}: the name {table.name!r} is that of another schedule; choose another name"
             )

@@ -23,11 +23,11 @@ from distgraph.plan.components import (
     Computed,
     Decision,
     Estimate,
-    Found,
     Layer,
     LayerOps,
     Program,
     Rest,
+    SearchRecord,
     Stage,
     Stored,
     parse_axes,
@@ -152,7 +152,7 @@ class PlanFile(Entry):
     zero: Literal[0, 1, 2, 3] = 0
     forecast: Estimate | None
     baselines: dict[str, Annotated[float | str, PlainValidator(_seconds_or_reason)]]
-    search: Found
+    search: SearchRecord
     decisions: dict[str, Decision]
     layers: list[Layer]
     tensors: TensorsEntry
@@ -204,7 +204,7 @@ def document(plan: Plan) -> dict[str, Any]:
             name: plain(each) | {"terms": Record(each.terms)} for name, each in plan.decisions.items()
         },
         "tensors": {
-            kind: fold({name: str(at) for name, at in plan.tensors.items() if at.kind == kind})
+            kind: fold({name: str(stored) for name, stored in plan.tensors.items() if stored.kind == kind})
             for kind in KINDS
         },
         "ops": [{"layers": spans(numbers), **_moved(ops), "ops": ops.ops} for ops, numbers in groups.items()],
@@ -243,20 +243,20 @@ def read_fields(document: object, file: str) -> dict[str, Any]:
 class _Reader:
     """What a single entry does not say: numbers of stages and layers, names that stand for several."""
 
-    def __init__(self, found: PlanFile, file: str) -> None:
-        self.found, self.file = found, file
-        self.layers = len(found.layers)
+    def __init__(self, plan_file: PlanFile, file: str) -> None:
+        self.plan_file, self.file = plan_file, file
+        self.layers = len(plan_file.layers)
         self.stages = self._stages()
         self.tensors = self._tensors()
 
     def fields(self) -> dict[str, Any]:
-        forecast = self.found.forecast
+        forecast = self.plan_file.forecast
         if forecast is not None and len(forecast.memory) not in (0, len(self.stages)):
-            told = f"{len(self.stages)} numbers, one a stage, or none"
-            self._refuse(["forecast", "memory"], told, forecast.memory)
-        fields = {name: value for name, value in self.found if name not in ("format", "version")}
+            expected = f"{len(self.stages)} numbers, one a stage, or none"
+            self._refuse(["forecast", "memory"], expected, forecast.memory)
+        fields = {name: value for name, value in self.plan_file if name not in ("format", "version")}
         return fields | {
-            "layers": tuple(self.found.layers),
+            "layers": tuple(self.plan_file.layers),
             "stages": self.stages,
             "placement": self._placement(),
             "recompute": self._recompute(),
@@ -278,12 +278,12 @@ class _Reader:
     def _stages(self) -> tuple[Stage, ...]:
         stages: list[Stage] = []
         done, ranks = 0, 0
-        for number, entry in enumerate(self.found.stages):
+        for number, entry in enumerate(self.plan_file.stages):
             stages.append(self._stage(entry, ["stages", number], done, MOST_RANKS - ranks))
             done, ranks = stages[-1].last, ranks + len(stages[-1].mesh.members)
         if done != self.layers or not stages:
-            told = f"stages that compute all {self.layers} layers"
-            self._refuse(["stages"], told, [stage.layers for stage in self.found.stages])
+            expected = f"stages that compute all {self.layers} layers"
+            self._refuse(["stages"], expected, [stage.layers for stage in self.plan_file.stages])
         return tuple(stages)
 
     def _stage(self, entry: StageEntry, path: list[Step], after: int, most: int) -> Stage:
@@ -309,38 +309,38 @@ class _Reader:
         return Stage(mesh=mesh, first=after, last=after + len(layers), devices=devices)
 
     def _placement(self) -> tuple[PlacedRanks, ...]:
-        known = {rank for stage in self.stages for rank in stage.mesh.members}
-        most = max(known) + 1
+        stage_ranks = {rank for stage in self.stages for rank in stage.mesh.members}
+        most = max(stage_ranks) + 1
         parts: list[PlacedRanks] = []
-        for number, entry in enumerate(self.found.placement):
+        for number, entry in enumerate(self.plan_file.placement):
             path: list[Step] = ["placement", number]
             ranks = self._spans([*path, "ranks"], entry.ranks, most, "ranks")
             devices = self._spans([*path, "devices"], entry.devices, len(ranks), "devices, as many as ranks")
             if not ranks or list(ranks) != sorted({*ranks}) or ranks[-1] >= most:
                 self._refuse([*path, "ranks"], f"ascending ranks below {most}", entry.ranks)
             if len({*devices}) != len(ranks) or max(devices) >= entry.count:
-                told = f"{len(ranks)} devices below {entry.count}, as many as ranks"
-                self._refuse([*path, "devices"], told, entry.devices)
+                expected = f"{len(ranks)} devices below {entry.count}, as many as ranks"
+                self._refuse([*path, "devices"], expected, entry.devices)
             parts.append(PlacedRanks(**dict(entry) | {"ranks": ranks, "devices": devices}))
         placed = sorted(rank for part in parts for rank in part.ranks)
-        if parts and (len({*placed}) != len(placed) or not known <= {*placed}):
-            self._refuse(["placement"], f"ranks {spans(sorted(known))}, each once", spans(placed))
+        if parts and (len({*placed}) != len(placed) or not stage_ranks <= {*placed}):
+            self._refuse(["placement"], f"ranks {spans(sorted(stage_ranks))}, each once", spans(placed))
         return tuple(parts)
 
     def _recompute(self) -> tuple[int, ...]:
-        found = self._spans(["recompute"], self.found.recompute, self.layers, "layers")
-        if list(found) != sorted({*found}) or any(layer >= self.layers for layer in found):
-            told = f"ascending numbers below {self.layers}, of layers"
-            self._refuse(["recompute"], told, self.found.recompute)
-        return found
+        numbers = self._spans(["recompute"], self.plan_file.recompute, self.layers, "layers")
+        if list(numbers) != sorted({*numbers}) or any(layer >= self.layers for layer in numbers):
+            expected = f"ascending numbers below {self.layers}, of layers"
+            self._refuse(["recompute"], expected, self.plan_file.recompute)
+        return numbers
 
-    def _names(self, path: Sequence[Step], pattern: str, known: Mapping[str, object]) -> tuple[str, ...]:
+    def _names(self, path: Sequence[Step], pattern: str, taken: Mapping[str, object]) -> tuple[str, ...]:
         """Every name that a pattern stands for, none of which is known."""
         try:
-            names = unfold(pattern, MOST_NAMES - len(known))
+            names = unfold(pattern, MOST_NAMES - len(taken))
         except GraphError:
             self._refuse(path, f"at most {MOST_NAMES} names in all", pattern)
-        doubled = next((name for name in names if name in known), None)
+        doubled = next((name for name in names if name in taken), None)
         if doubled is not None:
             self._refuse(path, "names that are given once", doubled)
         return names
@@ -348,7 +348,7 @@ class _Reader:
     def _tensors(self) -> dict[str, Stored]:
         tensors: dict[str, Stored] = {}
         for kind in KINDS:
-            entries: dict[str, Stored] = getattr(self.found.tensors, kind)
+            entries: dict[str, Stored] = getattr(self.plan_file.tensors, kind)
             for pattern, stored in entries.items():
                 path: list[Step] = ["tensors", kind, pattern]
                 if stored.stage >= len(self.stages):
@@ -360,24 +360,24 @@ class _Reader:
         return tensors
 
     def _ops(self) -> tuple[LayerOps, ...]:
-        found: dict[int, LayerOps] = {}
-        for number, entry in enumerate(self.found.ops):
+        ops_of: dict[int, LayerOps] = {}
+        for number, entry in enumerate(self.plan_file.ops):
             path: list[Step] = ["ops", number]
             self._check_placed([*path, "placed"], entry.placed)
-            for at, line in enumerate(entry.ops):
-                self._check_stages([*path, "ops", at], line)
-            left = self.layers - len(found)
+            for position, line in enumerate(entry.ops):
+                self._check_stages([*path, "ops", position], line)
+            left = self.layers - len(ops_of)
             layers = self._spans([*path, "layers"], entry.layers, left, "layers that no entry before has")
             ops = LayerOps(entry.decomposed, entry.placed, tuple(entry.ops))
-            if any(layer in found for layer in layers) or len({*layers}) != len(layers):
+            if any(layer in ops_of for layer in layers) or len({*layers}) != len(layers):
                 self._refuse([*path, "layers"], "layers that are given once", entry.layers)
-            found |= dict.fromkeys(layers, ops)
-        if sorted(found) != list(range(self.layers)):
-            self._refuse(["ops"], f"the ops of all {self.layers} layers", spans(sorted(found)))
-        return tuple(found[number] for number in range(self.layers))
+            ops_of |= dict.fromkeys(layers, ops)
+        if sorted(ops_of) != list(range(self.layers)):
+            self._refuse(["ops"], f"the ops of all {self.layers} layers", spans(sorted(ops_of)))
+        return tuple(ops_of[number] for number in range(self.layers))
 
     def _rest(self) -> Rest:
-        entry = self.found.rest
+        entry = self.plan_file.rest
         self._check_placed(["rest", "placed"], entry.placed)
         for name, line in entry.ops.items():
             self._check_stages(["rest", "ops", name], line)
@@ -396,15 +396,15 @@ class _Reader:
             self._refuse(path, f"stages below {stages}", str(line))
 
     def _surface(self) -> Surface | None:
-        entry = self.found.surface
+        entry = self.plan_file.surface
         if entry is None:
             return None
         tensors: dict[str, Read] = {}
-        known = {name for name, stored in self.tensors.items() if stored.kind != "state"}
+        model_tensors = {name for name, stored in self.tensors.items() if stored.kind != "state"}
         for pattern, read in entry.tensors.items():
             way: list[Step] = ["surface", "tensors", pattern]
             names = self._names(way, pattern, tensors)
-            unknown = next((name for name in names if name not in known), None)
+            unknown = next((name for name in names if name not in model_tensors), None)
             if unknown is not None:
                 self._refuse(way, "names of inputs and parameters among tensors", unknown)
             tensors |= dict.fromkeys(names, read)

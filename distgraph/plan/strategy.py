@@ -50,7 +50,7 @@ class Strategy:
             for "1f1b", in mode "auto" for the best one.
         stages, borders, layers, uniform: decisions that mode "auto" keeps to; what is not given is searched
             (see `distgraph.plan.constraints.SearchConstraints`).
-        recompute: layers that are computed again in the backward part instead of storing their activations:
+        recompute: layers that are recomputed in the backward part instead of storing their activations:
             True for all, numbers of layers, or paths of modules such as "blocks.0", whose layers are meant.
             "auto" chooses them by the forecast: the fastest step within `memory`, on the engine's cluster,
             also where nothing else is searched. None and False for none; None in mode "auto" to search. See
@@ -87,7 +87,7 @@ class Strategy:
             on all ranks, and notes it in the history; "warn" warns once and trains on. Under the first two,
             parameters and states stay those of before the step. See docs/training_safety.md.
         verify_replicas: training steps between two comparisons of the parameters and states that several
-            ranks hold alike, by checksums; a rank whose copy differs ends training with a RuntimeFault that
+            ranks hold equally, by checksums; a rank whose copy differs ends training with a RuntimeFault that
             names it. None for no comparison.
 
         passes: changes of the pass pipeline: "name" adds a registered pass behind those that give its stage,

@@ -100,12 +100,12 @@ class _Simulation:
             if chunk == 0:
                 return [(phase, stage - 1, micro, 0)] if stage else []
             return [(phase, stage + 1, micro, self.returning(stage + 1))]
-        own: Part = ("forward", stage, micro, chunk)
+        same_stage: Part = ("forward", stage, micro, chunk)
         if stage == self.last:
-            return [own, (phase, stage - 1, micro, 1)]
+            return [same_stage, (phase, stage - 1, micro, 1)]
         if chunk == 0:
-            return [own, (phase, stage + 1, micro, 0)]
-        return [own, (phase, stage - 1, micro, 1)] if stage else [own]
+            return [same_stage, (phase, stage + 1, micro, 0)]
+        return [same_stage, (phase, stage - 1, micro, 1)] if stage else [same_stage]
 
     def returning(self, stage: int) -> int:
         """The chunk of a stage on the way up, which is its only one on the last stage."""

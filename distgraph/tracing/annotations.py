@@ -171,7 +171,7 @@ def shard_op(
         slices: of "meshslice".
         block: neighbouring rows or columns that stay together when a shard is sliced.
         counts: a strategy as in MindSpore, in place of specs and algorithm: for each tensor of the call of
-            one op the number of parts of each dim. Dims that the op takes as one index are cut alike; a
+            one op the number of parts of each dim. Dims that the op takes as one index have equal cuts; a
             result has the cuts of its operands, and what is cut but not in the result is summed. The ranks
             are those of `mesh`, whose axes do not matter and on which the op is repeated where they are more
             than the parts; without a mesh as many ranks as there are parts, from 0 on.

@@ -143,9 +143,9 @@ def only_op(
 def _agreed(index: str, parts: Mapping[tuple[int, int], int], op: Op, where: str) -> int:
     """The number of parts of an index, which all of its dims have."""
     if len(set(parts.values())) > 1:
-        told = ", ".join(f"{n} in dim {dim} of tensor {tensor}" for (tensor, dim), n in sorted(parts.items()))
+        cuts = ", ".join(f"{n} in dim {dim} of tensor {tensor}" for (tensor, dim), n in sorted(parts.items()))
         raise ShardingError(
-            f"shard_op ({where}): counts cut index {index} of {op.kind} into {told}; give its dims one count"
+            f"shard_op ({where}): counts cut index {index} of {op.kind} into {cuts}; give its dims one count"
         )
     return next(iter(parts.values()))
 

@@ -246,16 +246,16 @@ class Tensor(TensorOperators):
         )
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
-        array = self._known("np.asarray")
+        array = self._concrete("np.asarray")
         return array if dtype is None else array.astype(dtype)
 
     def __float__(self) -> float:
-        return float(self._known("float"))
+        return float(self._concrete("float"))
 
     def __int__(self) -> int:
-        return int(self._known("int"))
+        return int(self._concrete("int"))
 
-    def _known(self, name: str) -> Any:
+    def _concrete(self, name: str) -> Any:
         """The array of this value in an eager trace. Raises GraphError in others."""
         if self.trace.numbers is not None:
             return self.trace.numbers[self.value.name]

@@ -1,7 +1,7 @@
 """What there is to do in one op on one rank: FLOPs and bytes from its local shapes.
 
 *In:* an op with the shapes of one rank. *Out:* `Work`, which `ComputeCost` turns into seconds. *Invariant:*
-an op costs what its kernel does: operands are read once, of a table only the rows that are asked for.
+an op costs what its kernel does: operands are read once, of a table only the rows that are read.
 """
 
 from __future__ import annotations

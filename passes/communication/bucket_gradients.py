@@ -50,11 +50,11 @@ def bucket_gradients(graph: Graph, price: Price = latency_price) -> Graph:
     buckets: list[list[Op]] = []
     position = {value.name: n for n, op in enumerate(graph.ops) for value in op.results}
     groups = groups_by_level(graph, key)
-    alike: dict[Hashable, list[Op]] = {}  # what is scattered in other runs counts for the size of a bucket
+    fusible: dict[Hashable, list[Op]] = {}  # what is scattered in other runs counts for the size of a bucket
     for op in (op for op in graph.ops if op.name in runs):
-        alike.setdefault(fusion_key(graph, op), []).append(op)
+        fusible.setdefault(fusion_key(graph, op), []).append(op)
     for group in groups:
-        counted = alike.get(fusion_key(graph, group[0]), group) if group[0].name in runs else group
+        counted = fusible.get(fusion_key(graph, group[0]), group) if group[0].name in runs else group
         group.sort(key=lambda op: position[_computed(graph, op.operands[0]).name])
         limit = bucket_bytes(graph, counted, price)
         buckets += cut(graph, group, limit, single_bytes(graph, counted, limit))

@@ -70,12 +70,12 @@ def groups_by_level(graph: Graph, key: Callable[[Op], Hashable | None]) -> list[
     """
     levels: dict[str, int] = {}
     groups: dict[Hashable, list[Op]] = {}
-    taken: set[tuple[Hashable, str]] = set()
+    occupied: set[tuple[Hashable, str]] = set()
     for op in graph.ops:
         level = max((levels[value.name] for value in op.operands), default=0)
         group_key = key(op)
-        if group_key is not None and (group_key, op.operands[0].name) not in taken:
-            taken.add((group_key, op.operands[0].name))
+        if group_key is not None and (group_key, op.operands[0].name) not in occupied:
+            occupied.add((group_key, op.operands[0].name))
             groups.setdefault((group_key, level), []).append(op)
             level += 1
         levels.update((value.name, level) for value in op.results)

@@ -150,6 +150,6 @@ def _without_unread(graph: Graph, names: set[str]) -> Graph:
         if op.name not in names or op.name in needed:
             ops.append(op)
             needed.update(value.name for value in op.operands)
-    kept = {value.name for op in ops for value in op.results}
-    attrs = {name: attr for name, attr in graph.attrs.items() if name in kept}
+    defined = {value.name for op in ops for value in op.results}
+    attrs = {name: attr for name, attr in graph.attrs.items() if name in defined}
     return graph.with_ops(reversed(ops), attrs=attrs)

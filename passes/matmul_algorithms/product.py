@@ -245,8 +245,8 @@ class Product:
         rule = rule_of(Op(kind, (value,), (Value("", tuple(shape), dtype),), attrs))
         terms, dims, passed = rule.results[0], attr.spec.dims, attr.spec.partial
         if len(value.shape) > len(shape):
-            known = self.attrs[value.name].spec
-            terms, dims, passed = rule.operands[0], known.dims, known.partial
+            spec = self.attrs[value.name].spec
+            terms, dims, passed = rule.operands[0], spec.dims, spec.partial
         axes = tuple(sorted((term[0], split) for term, split in zip(terms, dims, strict=True) if split))
         computed = OpLayout(self.mesh, axes, tuple((axis, 0) for axis, _ in passed))
         return self.emit(kind, [value], attr, computed, name, **attrs)
@@ -307,8 +307,8 @@ def _split(
             if not others:
                 continue
             group = groups[letter]
-            known = axes.get(group, letter) is not None or split_letter.setdefault(group, letter) != letter
-            if len(others) > 1 or known:
+            conflict = axes.get(group, letter) is not None or split_letter.setdefault(group, letter) != letter
+            if len(others) > 1 or conflict:
                 raise ShardingError(
                     f"{op}: {subject} needs one split dim in each of m, k and n, by one axis, "
                     f"got {stored}; split another dim with dg.shard_op(..., in_specs=, out_specs=)"

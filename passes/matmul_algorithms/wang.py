@@ -103,10 +103,10 @@ def wang(product: Product, algorithm: MatmulAlgorithm) -> None:
         ShardingError: the ranks along an axis do not divide a dim that it splits; no matrix moves along the
             axis that is to be the ring.
     """
-    found = movements(product)
-    ring = next((each for each in found if algorithm.ring in (None, each.axis)), None)
+    ring_moves = movements(product)
+    ring = next((each for each in ring_moves if algorithm.ring in (None, each.axis)), None)
     if ring is None:
-        axes = sorted({each.axis for each in found})
+        axes = sorted({each.axis for each in ring_moves})
         raise ShardingError(
             f"{product.subject}: algorithm {algorithm} has a ring along {algorithm.ring} but matrices move "
             f"along {', '.join(axes)}; use one of these"

@@ -54,7 +54,7 @@ class Transfer:
         source: layout after them, from which the tiles are cut.
         tiles: who sends what to whom. Where source and target rank are the same it is a local copy.
         landing: layout on the target mesh once the tiles are there.
-        after: steps on the target mesh, from the landing to the layout that was asked for.
+        after: steps on the target mesh, from the landing to the requested layout.
     """
 
     before: tuple[Step, ...]
@@ -187,9 +187,9 @@ def _choose(
         return sum(price_bound(price, itemsize * received(shape, *pair)) for pair in pairs)
 
     def moved_within(mesh: ProcessMesh, before: ShardSpec, after: ShardSpec) -> float:
-        found = priced(shape, itemsize, mesh, before, after, price)
-        redistributions.setdefault(found.change, found)
-        return found.cost
+        redistribution = priced(shape, itemsize, mesh, before, after, price)
+        redistributions.setdefault(redistribution.change, redistribution)
+        return redistribution.cost
 
     redistributions: dict[Change, Priced] = {}
     ways = 0

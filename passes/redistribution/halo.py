@@ -63,18 +63,18 @@ def halo_tiles(
     source = mesh if held is None else held.mesh
     plain = without_unit_axes(spec if held is None else held.spec, source)
     blocks = [source.blocks(size, axes) for size, axes in zip(shape, plain.dims, strict=True)]
-    held_by, found = holders(source, plain), []
+    held_by, needs = holders(source, plain), []
     for rank in mesh.members:
         bounds = window_bounds(shape, mesh, spec, windows, rank)
         pending = tuple(mesh.index(rank, (axis,)) for axis, _ in plain.partial)
         pieces = (
-            list(_pieces(start, stop, size, own))
-            for (start, stop), size, own in zip(bounds, shape, blocks, strict=True)
+            list(_pieces(start, stop, size, stored))
+            for (start, stop), size, stored in zip(bounds, shape, blocks, strict=True)
         )
         for piece in itertools.product(*pieces):
-            at = tuple(part for part, _ in piece) + pending
-            found.append(Need(rank, tuple(where for _, where in piece), held_by[at]))
-    return assign(found)
+            parts = tuple(part for part, _ in piece) + pending
+            needs.append(Need(rank, tuple(where for _, where in piece), held_by[parts]))
+    return assign(needs)
 
 
 def _pieces(start: int, stop: int, size: int, blocks: Bounds) -> Iterator[tuple[int, tuple[int, int]]]:
@@ -92,7 +92,7 @@ def inside_window(tile: Tile, window: Bounds, shape: tuple[int, ...]) -> tuple[s
         (a - start) % max(1, size)
         for (a, _), (start, _), size in zip(tile.bounds, window, shape, strict=True)
     ]
-    return tuple(slice(at, at + b - a) for at, (a, b) in zip(starts, tile.bounds, strict=True))
+    return tuple(slice(offset, offset + b - a) for offset, (a, b) in zip(starts, tile.bounds, strict=True))
 
 
 @lru_cache(maxsize=1 << 16)
@@ -114,19 +114,19 @@ def halo_volume(shape: tuple[int, ...], mesh: ProcessMesh, spec: ShardSpec, wind
     most = 0
     traffic = (_traffic(shape[dim], mesh.blocks(shape[dim], spec.dims[dim]), read) for dim, read in windows)
     for parts in itertools.product(*traffic):
-        taken, given, kept = (math.prod(numbers) for numbers in zip(*parts, strict=True))
-        most = max(most, taken - kept, given - kept)
+        read_size, given, local = (math.prod(numbers) for numbers in zip(*parts, strict=True))
+        most = max(most, read_size - local, given - local)
     return others * most
 
 
 def _traffic(size: int, blocks: Bounds, read: Bounds) -> list[tuple[int, int, int]]:
     """For every part of a dim: positions of its window, those that windows take from it, those it has."""
-    given, kept = [0] * len(read), [0] * len(read)
+    given, local = [0] * len(read), [0] * len(read)
     for part, (start, stop) in enumerate(read):
         for owner, (first, last) in _pieces(start, stop, size, blocks):
             given[owner] += last - first
-            kept[part] += (last - first) * (owner == part)
-    return list(zip((stop - start for start, stop in read), given, kept, strict=True))
+            local[part] += (last - first) * (owner == part)
+    return list(zip((stop - start for start, stop in read), given, local, strict=True))
 
 
 def nearest(op: Op, layout: OpLayout) -> ProcessMesh:
@@ -159,11 +159,11 @@ def _order(size: int, blocks: Bounds, read: Bounds) -> tuple[int, ...]:
         (0, 1)
     """
     parts = len(read)
-    kept = np.zeros((parts, parts), np.int64)
+    local = np.zeros((parts, parts), np.int64)
     for part, (start, stop) in enumerate(read):
         for owner, (first, last) in _pieces(start, stop, size, blocks):
-            kept[part, owner] += last - first
+            local[part, owner] += last - first
     optimize = import_module("scipy.optimize")  # slow to load, and few programs have windows
-    rows, owners = optimize.linear_sum_assignment(kept, maximize=True)
-    better = kept[rows, owners].sum() > kept.trace()
+    rows, owners = optimize.linear_sum_assignment(local, maximize=True)
+    better = local[rows, owners].sum() > local.trace()
     return tuple(int(owner) for owner in owners) if better else tuple(range(parts))

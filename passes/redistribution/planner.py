@@ -93,7 +93,7 @@ def redistribute(
         source: layout now.
         target: layout wanted.
         price: (kind, bytes one rank sends, group size, mesh, axes) -> cost of a collective, never negative,
-            in any one unit. Not asked for slice and mask, which are free.
+            in any one unit. Not called for slice and mask, which are free.
 
     Returns:
         Steps whose specs chain from `source` to `target`; none when both put the same data on every rank.
@@ -210,7 +210,7 @@ def _plan(
     if start == goal:
         return 0.0, (), 0
     cost, steps, examined = cheapest_path(space, start, itemsize, price)
-    # the ends carry the specs that were asked for: the same layout, with axes of size 1 named as there
+    # the ends carry the requested specs: the same layout, with axes of size 1 named as there
     steps = (replace(steps[0], source=source), *steps[1:])
     return cost, (*steps[:-1], replace(steps[-1], target=target)), examined
 

@@ -144,7 +144,7 @@ def by_rank(tiles: Iterable[Tile]) -> dict[int, tuple[Tile, ...]]:
         tiles_of[tile.source_rank].append(tile)
         if not tile.local:
             tiles_of[tile.target_rank].append(tile)
-    return {rank: tuple(own) for rank, own in tiles_of.items()}
+    return {rank: tuple(owned) for rank, owned in tiles_of.items()}
 
 
 def without_unit_axes(spec: ShardSpec, mesh: ProcessMesh) -> ShardSpec:
@@ -159,7 +159,7 @@ def needs(shape: tuple[int, ...], source: DistAttr, target: DistAttr) -> list[Ne
     """Every intersection of a target rank's block with a source block; empty ones are left out."""
     held_by = holders(source.mesh, source.spec)
     blocks = [source.mesh.blocks(size, axes) for size, axes in zip(shape, source.spec.dims, strict=True)]
-    found: list[Need] = []
+    result: list[Need] = []
     for rank in target.mesh.members:
         bounds = target.spec.bounds(shape, target.mesh, rank)
         if volume(bounds) == 0:
@@ -167,9 +167,9 @@ def needs(shape: tuple[int, ...], source: DistAttr, target: DistAttr) -> list[Ne
         pending = tuple(target.mesh.index(rank, (axis,)) for axis, _ in target.spec.partial)
         pieces = (list(overlaps(block, *b)) for b, block in zip(bounds, blocks, strict=True))
         for piece in itertools.product(*pieces):
-            at = tuple(part for part, _ in piece)
-            found.append(Need(rank, tuple(where for _, where in piece), held_by[at + pending]))
-    return found
+            parts = tuple(part for part, _ in piece)
+            result.append(Need(rank, tuple(where for _, where in piece), held_by[parts + pending]))
+    return result
 
 
 def overlaps(blocks: Bounds, start: int, stop: int) -> Iterator[tuple[int, tuple[int, int]]]:
@@ -197,14 +197,14 @@ def holders(mesh: ProcessMesh, spec: ShardSpec) -> dict[tuple[int, ...], tuple[i
     return {key: tuple(ranks) for key, ranks in ranks_of.items()}
 
 
-def assign(wanted: Iterable[Need]) -> tuple[Tile, ...]:
+def assign(needs: Iterable[Need]) -> tuple[Tile, ...]:
     """A sender for every need: the rank itself, else the holder that has least to send.
 
     Longest first; then pieces move from the most loaded rank to another holder while that lowers the most
     that a rank sends. A local optimum of the min-max load, exact where pieces are of one size and every
     holder holds them all.
     """
-    todo = list(wanted)
+    todo = list(needs)
     sizes = [volume(need.bounds) for need in todo]
     sender: dict[int, int] = {}
     choices: dict[int, tuple[int, ...]] = {}

@@ -60,14 +60,14 @@ def differentiate(
             received = tuple(walk.grads.get(v.name) for v in op.results)
             if any(g is not None for g in received) and any(v.name in active for v in op.operands):
                 walk.visit(op, received)
-        found = []
+        results = []
         for tensor in wrt:
             grad = walk.grads.get(tensor.value.name)
             if grad is None:
                 with trace.on_behalf_of(tensor.value.name, "", ""):
                     grad = emit_one("full", shape=tensor.shape, value=0.0, dtype=tensor.dtype)
-            found.append(grad)
-    return found
+            results.append(grad)
+    return results
 
 
 def _reached(ops: Sequence[Op], start: set[str]) -> set[str]:

@@ -243,8 +243,8 @@ def _parameter_gradients(graph: Graph) -> frozenset[str]:
     def passes_on(user: Op, kinds: Sequence[str]) -> bool:
         if user.role != "backward" or user.kind == "accumulate":
             return user.role == "backward"
-        alike = user.kind in kinds or (kinds is not _SAME_GRADIENT and _is_scaling(graph, user))
-        return alike and not gradients.isdisjoint(_names(user.results))
+        passes = user.kind in kinds or (kinds is not _SAME_GRADIENT and _is_scaling(graph, user))
+        return passes and not gradients.isdisjoint(_names(user.results))
 
     for op in reversed(graph.ops):
         for value in op.results:

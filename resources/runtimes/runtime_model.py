@@ -142,7 +142,7 @@ class Memory:
             an allocator under which a value takes memory from the op that computes it to its last reader.
         fused: under "liveness", whether values between elementwise ops of a task are never in memory.
         recomputed: under "liveness", kinds of ops on inputs whose results are not kept for the backward part
-            but computed again.
+            but recomputed.
         usable: share of the memory of a device that it lets a program use.
         context: bytes of a device that it takes for itself, outside of what a program may use.
         workspace: bytes of buffers of its libraries, allocated once.

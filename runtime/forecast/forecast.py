@@ -151,7 +151,7 @@ class Forecast:
         return max(memory.total for memory in self.memory.values())
 
     def __str__(self) -> str:
-        kind = "all ranks alike" if self.exact else "ranks differ: the slowest corner of every mesh decides"
+        kind = "all ranks equal" if self.exact else "ranks differ: the slowest corner of every mesh decides"
         runtime = "" if self.runtime is None else f" under {self.runtime.name}"
         head = f"step{runtime} {format_si(self.step_seconds, 's')} ({self.uncertain.interval})"
         memory = self.memory_interval
@@ -338,14 +338,14 @@ class _Forecaster:
 
     def shares(self, tasks: Mapping[str, TaskForecast], timeline: Timeline) -> dict[str, float]:
         """What the step goes to on the ranks whose tasks take longest."""
-        micro, found = timeline.graph.micro_batches, dict[int, list[tuple[TaskTime, int]]]()
+        micro, runs_of = timeline.graph.micro_batches, dict[int, list[tuple[TaskTime, int]]]()
         for ranks in timeline.columns:
-            runs = found.setdefault(ranks[0], [])
+            runs = runs_of.setdefault(ranks[0], [])
             for task in timeline.graph.tasks:
                 if ranks[0] in task.ranks:
                     times = tasks[task.name]
                     runs += [(times.last, 1), (times.body, (micro - 1) * task.per_micro)]
-        longest = max(found.values(), key=lambda runs: sum(time.seconds * count for time, count in runs))
+        longest = max(runs_of.values(), key=lambda runs: sum(time.seconds * count for time, count in runs))
         return step_shares(longest, self.cluster.kinds_between)
 
     def runtime_of(self, device: int) -> RuntimeModel:

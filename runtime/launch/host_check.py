@@ -106,7 +106,7 @@ def _compare(part: PlacedRanks, assignment: HostAssignment, facts: Mapping[str, 
             gpu = actual.gpus[number]
             raise RuntimeFault(
                 f"{planned} with {format_bytes(part.memory)} memory but GPU {number} of host {host}, "
-                f"{gpu.name}, has {format_bytes(gpu.memory)}; rank {rank} lacks memory; give another host"
+                f"{gpu.name}, has {format_bytes(gpu.memory)}; rank {rank} needs more; give another host"
             )
 
 

@@ -193,8 +193,8 @@ class _Job:
         if closed is not None or (not lost_supervisors and code not in _KILLING):
             return f"mpiexec ended with exit code {code} before the ranks could say why", code
         number = signal.Signals(code if code in _KILLING else signal.SIGKILL)
-        known = lost_supervisors and len([*self.path.glob("supervisor.*")]) == self.n
-        which = f"supervisor of rank {lost_supervisors[0]}" if known else "mpiexec or a supervisor"
+        all_started = lost_supervisors and len([*self.path.glob("supervisor.*")]) == self.n
+        which = f"supervisor of rank {lost_supervisors[0]}" if all_started else "mpiexec or a supervisor"
         return f"{which} was killed by {number.name}, all {self.n} ranks are stopped", 128 + number
 
     def _early_end(self) -> str:

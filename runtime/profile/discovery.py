@@ -53,9 +53,9 @@ def measure_hosts() -> tuple[list[HostFacts], dict[int, LinkSpeed], dict[int, Li
     transport = current_transport()
     if transport is None:
         return [probe()], {}, {}
-    found: list[HostFacts] = transport.broadcast_object(transport.gather_objects(probe(), 0), 0)
-    names = list(dict.fromkeys(facts.host for facts in found))
-    ranks = [[rank for rank, facts in enumerate(found) if facts.host == name] for name in names]
+    host_facts: list[HostFacts] = transport.broadcast_object(transport.gather_objects(probe(), 0), 0)
+    names = list(dict.fromkeys(facts.host for facts in host_facts))
+    ranks = [[rank for rank, facts in enumerate(host_facts) if facts.host == name] for name in names]
     inside = {
         number: _link(transport, members[0], members[1])
         for number, members in enumerate(ranks)
@@ -68,7 +68,7 @@ def measure_hosts() -> tuple[list[HostFacts], dict[int, LinkSpeed], dict[int, Li
             before = outside.get(number)
             if before is None or link.bandwidth > before.bandwidth:
                 outside[number] = link
-    return [found[members[0]] for members in ranks], inside, outside
+    return [host_facts[members[0]] for members in ranks], inside, outside
 
 
 def describe_ranks(path: Path) -> bool:
@@ -87,15 +87,15 @@ def describe_ranks(path: Path) -> bool:
     """
     transport = current_transport()
     assert transport is not None
-    found: list[HostFacts] = transport.broadcast_object(transport.gather_objects(probe(), 0), 0)
-    groups = [list(group) for _, group in itertools.groupby(found, key=lambda facts: facts.host)]
+    host_facts: list[HostFacts] = transport.broadcast_object(transport.gather_objects(probe(), 0), 0)
+    groups = [list(group) for _, group in itertools.groupby(host_facts, key=lambda facts: facts.host)]
     names = [group[0].host for group in groups]
     if len(names) == 1:
         return False
     if len({*names}) < len(names):
         raise ResourceError(
-            f"profile: ranks run on hosts {', '.join(facts.host for facts in found)} but the ranks of a host "
-            "must be consecutive; start them host by host, or give a file with --cluster"
+            f"profile: ranks run on hosts {', '.join(facts.host for facts in host_facts)} but the ranks of a "
+            "host must be consecutive; start them host by host, or give a file with --cluster"
         )
     hosts = [replace(group[0], cores=len(group), gpus=()) for group in groups]
     if transport.rank in itertools.accumulate(map(len, groups[:-1]), initial=0):

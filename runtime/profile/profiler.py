@@ -438,9 +438,9 @@ def _tables(
         sizes = sorted(size for size in times if not both or size in both or size > both[-1])
         part = min(1.0, busy[both[-1]] / times[both[-1]]) if both else 0.0
         column = tuple(min(times[size], busy.get(size, part * times[size])) for size in sizes)
-        found = tuple(times[size] for size in sizes)
+        measured = tuple(times[size] for size in sizes)
         tables.append(
-            MeasuredTable(kind, *shapes.pop(), tuple(sizes), found, None, groups, column if both else None)
+            MeasuredTable(kind, *shapes.pop(), tuple(sizes), measured, None, groups, column if both else None)
         )
     return tables
 

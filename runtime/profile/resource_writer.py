@@ -143,8 +143,8 @@ def set_origins(entry: dict[str, Any], origins: Mapping[str, Origin]) -> None:
     before = entry.get("origin", {})
     if isinstance(before, str):  # of all numbers of the entry
         before = {name: before for name in (*DEVICE_NUMBERS, *LINK_NUMBERS) if name in entry}
-    kept = {name: origin for name, origin in before.items() if name.partition(".")[0] not in origins}
-    entry["origin"] = kept | {name: str(origin) for name, origin in origins.items()}
+    unchanged = {name: origin for name, origin in before.items() if name.partition(".")[0] not in origins}
+    entry["origin"] = unchanged | {name: str(origin) for name, origin in origins.items()}
 
 
 def entry_at(document: Any, origin: str) -> Any:

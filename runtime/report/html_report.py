@@ -54,7 +54,7 @@ class Subject:
         build: the program; for communication between ranks and memory over time.
         cluster: for capacities, and the topology next to the communication.
         tensors: rows of the table.
-        beside: name -> another forecast of the same training to compare with, or the reason why there is
+        others: name -> another forecast of the same training to compare with, or the reason why there is
             none.
         measured: recorded steps of the same program.
     """
@@ -63,7 +63,7 @@ class Subject:
     build: Build | None = None
     cluster: Cluster | None = None
     tensors: Sequence[TensorRow] = ()
-    beside: Mapping[str, Forecast | str] = field(default_factory=dict)
+    others: Mapping[str, Forecast | str] = field(default_factory=dict)
     measured: MeasuredTimeline | None = None
 
 
@@ -132,7 +132,7 @@ class Page:
         return drawn
 
     def _summary(self) -> str:
-        forecasts: dict[str, Forecast | str] = {"this plan": self.forecast, **self.subject.beside}
+        forecasts: dict[str, Forecast | str] = {"this plan": self.forecast, **self.subject.others}
         columns = [self._numbers(forecast) for forecast in forecasts.values()]
         head = "".join(f"<th>{html.escape(name)}</th>" for name in ("", *forecasts))
         body = ""

@@ -89,17 +89,18 @@ class ActionTable:
         numbers = {key: len(names) for key, names in groups.items()}
         if len(set(numbers.values())) > 1:
             (phase, stage), most = max(numbers.items(), key=lambda item: item[1])
-            (other, at), least = min(numbers.items(), key=lambda item: item[1])
+            (other, stage_number), least = min(numbers.items(), key=lambda item: item[1])
             if len({n for (kind, _), n in numbers.items() if kind == "forward"}) == 1:
                 raise GraphError(
                     f"schedule {policy.name}: a micro-batch has {most} chunks on stage {stage} but a "
-                    f"backward part for {least} of them on stage {at}: no trainable parameter is in the "
-                    "others and before them; let the first chunks train a parameter, or use another schedule"
+                    f"backward part for {least} of them on stage {stage_number}: no trainable parameter is "
+                    "in the others and before them; let the first chunks train a parameter, or use another "
+                    "schedule"
                 )
             raise GraphError(
                 f"schedule {policy.name}: a micro-batch has {most} {phase} tasks on stage {stage} but "
-                f"{least} {other} tasks on stage {at}; let the pipeline reach every stage as often as the "
-                "others, or use another schedule"
+                f"{least} {other} tasks on stage {stage_number}; let the pipeline reach every stage as often "
+                "as the others, or use another schedule"
             )
         return {
             name: number

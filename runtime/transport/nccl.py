@@ -474,10 +474,10 @@ class NcclTransport:
     def _take_communicators(self) -> list[Any]:
         """All communicators, which the transport does not have from now on."""
         channels = [*self._sending.values(), *self._receiving.values()]
-        taken = [*self._communicators.values(), *(channel.communicator for channel in channels)]
+        all_communicators = [*self._communicators.values(), *(channel.communicator for channel in channels)]
         for owned in (self._communicators, self._sending, self._receiving):
             owned.clear()
-        return taken
+        return all_communicators
 
 
 def _load_cupy() -> tuple[Any, Any]:

@@ -95,10 +95,10 @@ def test_a_search_notes_the_second_one() -> None:
     with remembered() as interrupt:
         with pytest.raises(KeyboardInterrupt):
             press()
-        assert (interrupt.asked, interrupt.again) == (True, False)
+        assert (interrupt.requested, interrupt.again) == (True, False)
         with pytest.raises(KeyboardInterrupt):
             press()
-        assert (interrupt.asked, interrupt.again) == (True, True)
+        assert (interrupt.requested, interrupt.again) == (True, True)
 
 
 def trained(ranks: int) -> dg.Engine:

@@ -44,7 +44,7 @@ def test_explain_names_choice_terms_and_runner_up() -> None:
         "stage 1: layers 3-5, mesh(dp=2, tp=2; 4..7), devices 4-7, 512 MiB"
     )
     assert plan_of().explain("layer 4").splitlines()[:3] == [
-        "layer 4 (from 40 in blocks.4) on stage 1, computed again in the backward part",
+        "layer 4 (from 40 in blocks.4) on stage 1, recomputed in the backward part",
         "  matmul {m:dp, n:tp} -> [dp, tp]",
         "  add @1 {partial tp:0} -> [_] partial(tp) @0",
     ]

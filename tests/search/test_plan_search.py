@@ -211,7 +211,7 @@ def test_no_handler_outside_of_the_main_thread() -> None:
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert not found[0].asked
+    assert not found[0].requested
 
 
 def test_progress_reads() -> None:

@@ -177,7 +177,7 @@ class _Search:
 
     def ascend(self, dual: PartDual, best: Best, left: Callable[[], float]) -> None:
         """Improve the dual and look at all choices that it is rounded to."""
-        while left() > 0 and not dual.settled and dual.bound < best.cutoff:
+        while left() > 0 and not dual.converged and dual.bound < best.cutoff:
             for choice in dual.step(best.objective):
                 best.see(dual.flat, choice)
             self.prove(min(dual.bound, best.cutoff))

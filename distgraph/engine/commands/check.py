@@ -102,8 +102,8 @@ class Report:
 
     def __str__(self) -> str:
         lines = [f"compared {self.compared} values on {self.ranks} ranks, forward, backward and optimizer"]
-        for label, found in self.outputs.items():
-            lines.append(f"  output {label}: {_size(found)}")
+        for label, error in self.outputs.items():
+            lines.append(f"  output {label}: {_size(error)}")
         if self.gradients:
             name, worst = max(self.gradients.items(), key=lambda item: _ratio(item[1]))
             lines.append(
@@ -167,7 +167,7 @@ def check(
     sources = _sources(built.lowered, inputs, params)
     blocks = _run(built, sources)
     whole, replicas = _join_all(built.lowered, blocks, sources)
-    local = [found for op in built.lowered.ops if op.kind not in _NOT_SHOWN for found in _op_by_op(op, whole)]
+    local = [error for op in built.lowered.ops if op.kind not in _NOT_SHOWN for error in _op_by_op(op, whole)]
     program = _whole_program(serial or completed, inputs, params, whole)
     position = {v.name: i for i, v in enumerate(built.lowered.values.values())}
     wrong = [d for d in (*replicas, *local) if d.wrong] or [d for d in program.values() if d.wrong]
@@ -208,7 +208,7 @@ def _sources(graph: Graph, inputs: Arrays, params: Arrays) -> dict[str, Array]:
     return arrays
 
 
-def _run(built: Build, known: Arrays) -> list[dict[str, Array]]:
+def _run(built: Build, blocks: Arrays) -> list[dict[str, Array]]:
     graph, world = built.lowered, InProcessWorld(max(built.ranks) + 1)
 
     def work(rank: int) -> dict[str, Array]:
@@ -216,7 +216,7 @@ def _run(built: Build, known: Arrays) -> list[dict[str, Array]]:
             return {}
         sources, feeds = {}, {}
         for op in graph.sources("input", "param", "state"):
-            attr, array = graph.attrs[op.name], known[op.name]
+            attr, array = graph.attrs[op.name], blocks[op.name]
             if rank not in attr.mesh:
                 continue
             block = np.array(array[attr.spec.slices(array.shape, attr.mesh, rank)])
@@ -268,15 +268,15 @@ def join(value: Value, attr: DistAttr, blocks: Mapping[int, Array]) -> tuple[Arr
     for rank, block in blocks.items():
         place = tuple(mesh.index(rank, (axis,)) for axis in axes)
         slices = spec.slices(value.shape, mesh, rank)
-        at: Any = (*place, *slices)
-        before = seen[at]
+        position: Any = (*place, *slices)
+        before = seen[position]
         if before.any():
-            error, index = _difference(np.where(before, stacked[at], block), block)
+            error, index = _difference(np.where(before, stacked[position], block), block)
             if error > worst:
                 worst = error
                 where = tuple(i + s.start for i, s in zip(index, slices, strict=True))
-        stacked[at] = np.where(before, stacked[at], block)
-        seen[at] = True
+        stacked[position] = np.where(before, stacked[position], block)
+        seen[position] = True
     for _, reduction in spec.partial:  # the first is the innermost
         stacked = _REDUCE[reduction].reduce(stacked, axis=0).astype(stacked.dtype)
     return stacked, worst, where

@@ -12,7 +12,7 @@ from types import FrameType
 class Interrupt:
     """How often Ctrl-C was pressed: whether at all, and whether again."""
 
-    asked = False
+    requested = False
     again = False
 
 
@@ -29,8 +29,8 @@ def remembered() -> Iterator[Interrupt]:
         return
 
     def note(number: int, frame: FrameType | None) -> None:
-        interrupt.again = interrupt.asked
-        interrupt.asked = True
+        interrupt.again = interrupt.requested
+        interrupt.requested = True
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGINT, note)

@@ -174,15 +174,15 @@ def _config(where: str, family: str, preset: str, cells: Mapping[str, str]) -> t
         raise ResourceError(
             f"{where}: preset {preset!r} of {family} does not exist; there are {', '.join(model.presets)}"
         )
-    types, found = get_type_hints(config), []
+    types, pairs = get_type_hints(config), []
     for field in fields(config):
         if field.name in cells:
-            found.append((field.name, _field(where, field.name, cells[field.name], types[field.name])))
+            pairs.append((field.name, _field(where, field.name, cells[field.name], types[field.name])))
         elif not preset and field.default is MISSING:
             raise ResourceError(
                 f"{where}: model {family} has no preset and column {field.name} is missing or empty; give one"
             )
-    return tuple(found)
+    return tuple(pairs)
 
 
 def _field(where: str, name: str, cell: str, kind: Any) -> Any:

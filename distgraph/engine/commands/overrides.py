@@ -20,7 +20,7 @@ _CLUSTER: ContextVar[Cluster | None] = ContextVar("distgraph_cluster", default=N
 _STRATEGY: ContextVar[str] = ContextVar("distgraph_strategy", default="")
 
 
-def plan_for(training_spec: TrainingSpec, own: Plan | str | Path | None) -> Plan | None:
+def plan_for(training_spec: TrainingSpec, default: Plan | str | Path | None) -> Plan | None:
     """The plan of an engine: that of the command, where the engine trains, before its own.
 
     Raises:
@@ -33,26 +33,26 @@ def plan_for(training_spec: TrainingSpec, own: Plan | str | Path | None) -> Plan
             return given
         if path:
             return Plan.load(path)
-    return Plan.load(own) if isinstance(own, (str, Path)) else own
+    return Plan.load(default) if isinstance(default, (str, Path)) else default
 
 
-def cluster_given(own: Cluster | str | Path | None) -> Cluster | None:
+def cluster_given(default: Cluster | str | Path | None) -> Cluster | None:
     """The cluster of an engine: that of the command before its own.
 
     Raises:
         ResourceError: as `load_cluster`.
     """
-    given = _CLUSTER.get() or os.environ.get(CLUSTER_VARIABLE) or own
+    given = _CLUSTER.get() or os.environ.get(CLUSTER_VARIABLE) or default
     return load_cluster(given) if isinstance(given, (str, Path)) else given
 
 
-def strategy_given(own: Strategy) -> Strategy:
+def strategy_given(default: Strategy) -> Strategy:
     """The strategy of an engine, with the fields that the command gives in place of its own.
 
     Raises:
         ShardingError: a field is malformed, or contradicts another.
     """
-    return with_fields(own, _STRATEGY.get() or os.environ.get(STRATEGY_VARIABLE, ""))
+    return with_fields(default, _STRATEGY.get() or os.environ.get(STRATEGY_VARIABLE, ""))
 
 
 def strategy_environment() -> dict[str, str]:

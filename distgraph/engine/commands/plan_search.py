@@ -23,7 +23,7 @@ from distgraph.engine.search_driver.worker_pool import available_processes
 from distgraph.errors import DistGraphError, GraphError, ResourceError, RuntimeFault
 from distgraph.ir.gc_pause import collector_paused
 from distgraph.plan.constraints import FREE, SEARCHED, SearchConstraints
-from distgraph.plan.plan import Decision, Found, Plan
+from distgraph.plan.plan import Decision, Plan, SearchRecord
 from distgraph.plan.strategy import MODES, Strategy
 from distgraph.resources import Cluster
 from distgraph.resources.runtimes.load_runtime import load_runtime
@@ -61,7 +61,7 @@ class SearchOptions:
         mode: "semi" and "manual" keep to annotations and completion; "sharding_propagation", "recursive" and
             "auto" search, see docs/plan.md.
         seconds: after which the best so far is taken.
-        watch: told where the search stands.
+        watch: receives the progress of the search.
         processes: that search at the same time, which changes nothing but the time it takes; None for one on
             each core that this process may use.
         runtime: what is to execute the plan (docs/runtimes.md); None for distgraph.
@@ -131,35 +131,35 @@ def search(request: CompileRequest, cluster: Cluster, options: SearchOptions) ->
                     now = time.monotonic() - start
                     incumbent = None if best is None else best.seconds
                     options.watch(Progress(event.phase, now, incumbent, event.bound))
-                if interrupt.asked:
+                if interrupt.requested:
                     break
         except KeyboardInterrupt:
             if interrupt.again:
                 raise
-            interrupt.asked = True  # also outside of the main thread
+            interrupt.requested = True  # also outside of the main thread
         except DistGraphError:
-            if not interrupt.asked:  # after an interrupt the error of an unfinished search does not matter
+            if not interrupt.requested:  # else the search is unfinished, and its error does not matter
                 raise
     if interrupt.again:  # the search has caught the exception
         raise KeyboardInterrupt
     seconds = time.monotonic() - start
     if best is None:
-        assert interrupt.asked  # a search without any plan raises
+        assert interrupt.requested  # a search without any plan raises
         raise RuntimeFault(
             f"search: interrupted after {seconds:.1f} s, before there was any plan; give it more time, or "
             f"search with 0 seconds for the first plan that fits"
         )
     assert best.plan is not None
     plan = best.plan()
-    if options.measure is not None and not interrupt.asked:
+    if options.measure is not None and not interrupt.requested:
         others = best.finalists(options.finalists) if best.finalists is not None else []
         rest = [(words, each) for words, each in others if each.digest != plan.digest]
         words = next((words for words, each in others if each.digest == plan.digest), "best by forecast")
         chosen = options.measure([(words, plan), *rest][: options.finalists])
-        found = replace(plan.search, measured=chosen.search.measured)
-        plan = replace(chosen, baselines=plan.baselines, search=found)
+        figures = replace(plan.search, measured=chosen.search.measured)
+        plan = replace(chosen, baselines=plan.baselines, search=figures)
         seconds = time.monotonic() - start
-    status = "interrupted" if interrupt.asked else plan.search.status
+    status = "interrupted" if interrupt.requested else plan.search.status
     return replace(plan, search=replace(plan.search, status=status, seconds=seconds))
 
 
@@ -224,7 +224,7 @@ class Step:
         seconds: seconds of a step of the better program; None if only a phase begins.
         plan: makes the plan of the better program.
         bound: see `Progress`.
-        finalists: makes so many of the fastest plans by forecast, each with its words; None where the mode
+        finalists: makes N of the fastest plans by forecast, each with its words; None where the mode
             searches nothing.
     """
 
@@ -255,11 +255,11 @@ def _search_events(
         compared = forecasted.data_parallel_baseline()
         baselines = {n: each if isinstance(each, str) else each.step_seconds for n, each in compared.items()}
         shares = {n: each.shares for n, each in compared.items() if not isinstance(each, str)}
-        found = replace(estimate(plan, forecasted.forecast), beside=shares)
+        figures = replace(estimate(plan, forecasted.forecast), beside=shares)
         status = "recomputation chosen" if decisions else "not searched"
-        search = Found(mode=options.mode, status=status, settings=options.settings())
+        search = SearchRecord(mode=options.mode, status=status, settings=options.settings())
         return replace(
-            plan, forecast=found, baselines=baselines, search=search, decisions=decisions or plan.decisions
+            plan, forecast=figures, baselines=baselines, search=search, decisions=decisions or plan.decisions
         )
 
     yield Step("forecast", forecasted.forecast.step_seconds, as_compiled)
@@ -292,7 +292,7 @@ def _automatic_search(
         cluster,
         options.mode,
         options.seconds,
-        lambda: interrupt.asked,
+        lambda: interrupt.requested,
         processes=options.processes or available_processes(),
         runtime=runtime,
         constraints=options.constraints,

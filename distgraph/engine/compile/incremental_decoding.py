@@ -93,16 +93,16 @@ class _Derivation:
         origin = self.graph.producers[logits.name]
         starts = self._starts(every, 1, LAST, origin)
         shape = (every.shape[0], 1, every.shape[2])
-        wanted = self._emit("dynamic_slice", (every, starts), shape, {"sizes": shape}, origin)
+        chosen = self._emit("dynamic_slice", (every, starts), shape, {"sizes": shape}, origin)
         present = {value.name for op in self.ops for value in op.results}
-        kept = {name: self._attr(name) for name in self.graph.attrs if name in present}
+        kept_attrs = {name: self._attr(name) for name in self.graph.attrs if name in present}
         placed = {n: mesh for n, mesh in self.graph.placements.items() if n in present}
         return replace(
             self.graph,
             ops=tuple(self.ops),
-            outputs=((label, wanted),),
+            outputs=((label, chosen),),
             updates=tuple(self.updates),
-            attrs=kept,
+            attrs=kept_attrs,
             placements=placed | self.placements,
             algorithms={n: each for n, each in self.graph.algorithms.items() if n in present},
             layer_starts=tuple(name for name in self.graph.layer_starts if name in present),

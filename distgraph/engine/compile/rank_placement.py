@@ -111,12 +111,12 @@ def _stated(*graphs: Graph) -> dict[int, Requirement]:
 
 def _bytes_of(mesh: ProcessMesh) -> float:
     try:
-        found = parse(mesh.memory, SIZE) if isinstance(mesh.memory, str) else float(mesh.memory or 0)
+        nbytes = parse(mesh.memory, SIZE) if isinstance(mesh.memory, str) else float(mesh.memory or 0)
     except (ValueError, TypeError) as error:
         raise ShardingError(f"memory of {mesh} is {mesh.memory!r} but must be {error}") from None
-    if not 0 <= found < math.inf:
+    if not 0 <= nbytes < math.inf:
         raise ShardingError(f"memory of {mesh} is {mesh.memory!r} but must be a size such as 16 GiB")
-    return found
+    return nbytes
 
 
 def _with_memory(stated: Requirement | None, resident: float) -> Requirement:

@@ -45,15 +45,15 @@ def recomputed_program(request: CompileRequest) -> RecomputedProgram:
     if request.mode != "train" or constraints.chooses or not constraints.recompute:
         return RecomputedProgram(serial, serial)
     layers = cluster_layers(serial)
-    found = set(constraints.recomputed(len(layers)) or ())
-    if found and max(found) >= len(layers):
+    layer_numbers = set(constraints.recomputed(len(layers)) or ())
+    if layer_numbers and max(layer_numbers) >= len(layers):
         raise ShardingError(
-            f"recompute of Strategy names layer {max(found)} but the program has layers 0 to "
+            f"recompute of Strategy names layer {max(layer_numbers)} but the program has layers 0 to "
             f"{len(layers) - 1}; engine.plan.portable prints them"
         )
     for path in constraints.paths:
-        found |= set(_layers_in(path, serial, layers))
-    numbers = tuple(sorted(found))
+        layer_numbers |= set(_layers_in(path, serial, layers))
+    numbers = tuple(sorted(layer_numbers))
     graph = recomputing(request, layers, numbers)
     layers = layers_by_first_ops(graph, [layer.ops[0] for layer in layers])
     return RecomputedProgram(graph, serial, layers, numbers)
@@ -69,13 +69,13 @@ def recomputing(request: CompileRequest, layers: Sequence[Layer], numbers: Seque
 def _layers_in(path: str, serial: Graph, layers: Sequence[Layer]) -> list[int]:
     """The layers all of whose ops belong to a module. Raises ShardingError: there are none."""
     scopes = [{serial.producers[name].scope for name in layer.ops} for layer in layers]
-    found = [
+    numbers = [
         number
         for number, inside in enumerate(scopes)
         if all(f"{scope}.".startswith(f"{path}.") for scope in inside)
     ]
-    if found:
-        return found
+    if numbers:
+        return numbers
     starts = (f"{number} ({serial.producers[layer.ops[0]].scope})" for number, layer in enumerate(layers))
     raise ShardingError(
         f"recompute of Strategy names module {path!r} but no layer of the program lies in it; layers begin "

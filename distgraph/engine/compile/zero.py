@@ -71,13 +71,13 @@ def _refuse(zero: int, axes: tuple[str, ...]) -> NoReturn:
 
 def batch_axes(completed: Graph) -> tuple[str, ...]:
     """Axes of more than one rank that split the first dim of inputs."""
-    found: dict[str, None] = {}
+    axes: dict[str, None] = {}
     for op in completed.sources("input"):
         attr = completed.attrs[op.name]
         for axis in attr.spec.dims[0] if attr.spec.dims else ():
             if attr.mesh.axis_size(axis) > 1:
-                found[axis] = None
-    return tuple(found)
+                axes[axis] = None
+    return tuple(axes)
 
 
 def _split(completed: Graph, op: Op, axes: tuple[str, ...]) -> DistAttr | None:
@@ -96,13 +96,13 @@ def _completed_again(serial: Graph, completed: Graph, pinned: dict[str, DistAttr
     before = {op.name: op for op in completed.ops}
     changed = _changed_parameters(serial)
     for op in serial.ops:
-        known = before.get(op.name)
-        if known is None or known.layout is None or op.name in changed:
+        earlier = before.get(op.name)
+        if earlier is None or earlier.layout is None or op.name in changed:
             continue
         if op.kind not in ("input", "param") and (op.role != "forward" or op.kind in SOURCES):
             continue
         if op.kind not in SOURCES:
-            placements.setdefault(op.name, known.layout.mesh)
+            placements.setdefault(op.name, earlier.layout.mesh)
         for value in op.results:
             if value.shape:
                 attr = completed.attrs[value.name]

@@ -52,7 +52,7 @@ def growths(small: Graph, large: Graph, factor: int) -> Mapping[str, Growth]:
         large: the same for `factor` times as many.
         factor: from 2 up.
     """
-    found: dict[str, Growth] = {}
+    growth_of: dict[str, Growth] = {}
     pairs = _pairs(small, large)
     if pairs is None:
         return {value.name: OTHER for op in small.ops for value in op.results}
@@ -60,15 +60,15 @@ def growths(small: Graph, large: Graph, factor: int) -> Mapping[str, Growth]:
         for value, wide in zip(op.operands, other.operands, strict=False):
             made, like = small.producers[value.name], large.producers[wide.name]
             if made.kind == "constant":  # which it is paired with depends on the reader
-                found[value.name] = _constant(made, like, factor) if like.kind == "constant" else OTHER
+                growth_of[value.name] = _constant(made, like, factor) if like.kind == "constant" else OTHER
         for number, (value, wide) in enumerate(zip(op.results, other.results, strict=True)):
             if value.shape != wide.shape:
-                found[value.name] = _grown(op, other, number, found, factor)
+                growth_of[value.name] = _grown(op, other, number, growth_of, factor)
             elif not op.operands:
-                found[value.name] = _source(op, other, factor)
+                growth_of[value.name] = _source(op, other, factor)
             else:
-                found[value.name] = _result(op, other, found)
-    return found
+                growth_of[value.name] = _result(op, other, growth_of)
+    return growth_of
 
 
 def _pairs(small: Graph, large: Graph) -> list[tuple[Op, Op]] | None:
@@ -89,7 +89,7 @@ def _constant(op: Op, other: Op, factor: int) -> Growth:
     return _source(op, other, factor) if same else _grown(op, other, 0, {}, factor)
 
 
-def _grown(op: Op, other: Op, number: int, found: Mapping[str, Growth], factor: int) -> Growth:
+def _grown(op: Op, other: Op, number: int, growth_of: Mapping[str, Growth], factor: int) -> Growth:
     """A result whose shape depends on the samples: rows, or other where samples are coupled."""
     before, after = op.results[number].shape, other.results[number].shape
     dims = [d for d, (n, m) in enumerate(zip(before, after, strict=False)) if n != m]
@@ -98,7 +98,7 @@ def _grown(op: Op, other: Op, number: int, found: Mapping[str, Growth], factor: 
     (dim,) = dims
     if not op.operands:
         return _grown_source(op, other, dim, factor)
-    operands = [found[value.name] for value in op.operands]
+    operands = [growth_of[value.name] for value in op.operands]
     if any(g.kind in ("other", "linear") for g in operands) or attributes_differ(op, other, dim):
         return OTHER
     power = _power(op, operands)
@@ -185,8 +185,8 @@ def _factor(before: np.ndarray, after: np.ndarray, factor: int) -> Growth:
     return Growth("fixed", round(math.log(first, factor), 6))
 
 
-def _result(op: Op, other: Op, found: Mapping[str, Growth]) -> Growth:
-    operands = [found[value.name] for value in op.operands]
+def _result(op: Op, other: Op, growth_of: Mapping[str, Growth]) -> Growth:
+    operands = [growth_of[value.name] for value in op.operands]
     if any(g.kind == "other" for g in operands) or attributes_differ(op, other):
         return OTHER
     if all(g == FIXED for g in operands):

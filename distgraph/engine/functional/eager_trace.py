@@ -79,8 +79,8 @@ class EagerTrace(Trace):
                 "the loss itself, not float(loss) or an array"
             )
         learned = [op for op in self.ops if op.kind == "param" and op.attrs.get("trainable", True)]
-        found = differentiate(self, loss, [Tensor(op.result, self) for op in learned])
-        return {str(op.attrs["name"]): np.asarray(g) for op, g in zip(learned, found, strict=True)}
+        results = differentiate(self, loss, [Tensor(op.result, self) for op in learned])
+        return {str(op.attrs["name"]): np.asarray(g) for op, g in zip(learned, results, strict=True)}
 
     def _start(self, kind: str, name: str, tensor: Tensor, attrs: Mapping[str, Any]) -> Any:
         if kind == "input":

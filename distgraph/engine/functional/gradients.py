@@ -103,8 +103,8 @@ def value_and_grad(function: Callable[..., Any], has_aux: bool = False) -> Calla
         check_loss(loss)
         wrt = [trace.tensor(leaf) for _, leaf in leaves(parameters)]
         step.prepare(trace)
-        found = _gradients(trace, loss, wrt, step)
-        gradients = dict(zip((path for path, _ in leaves(parameters)), found, strict=True))
+        values = _gradients(trace, loss, wrt, step)
+        gradients = dict(zip((path for path, _ in leaves(parameters)), values, strict=True))
         step.differentiated = [tensor.value.name for tensor in wrt]
         step.loss = step.accumulated(loss, loss)
         aux = map_leaves(lambda path, leaf: step.further(path, trace.tensor(leaf)), aux)

@@ -256,7 +256,7 @@ def _tensors(state: Any, learned: set[str]) -> list[tuple[str, Parameter]]:
     the optimisers of distgraph, which ZeRO and searches know as its states.
     """
     owners = {path.split(".", 1)[-1]: path for path in learned}
-    found: list[tuple[str, Parameter]] = []
+    tensors: list[tuple[str, Parameter]] = []
     for path, leaf in leaves(state):
         array, name = np.asarray(leaf), path or "state"
         tensor = Parameter(array.shape, array.dtype) if name in learned else Buffer(array.shape, array.dtype)
@@ -265,8 +265,8 @@ def _tensors(state: Any, learned: set[str]) -> list[tuple[str, Parameter]]:
         if name not in learned and rest is not None:
             name = f"{owners[rest]}.{path[: -len(rest) - 1]}"
         tensor.name = name
-        found.append((path, tensor))
-    return found
+        tensors.append((path, tensor))
+    return tensors
 
 
 def parallelize(

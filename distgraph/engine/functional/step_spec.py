@@ -97,14 +97,14 @@ class StepSpec(TrainingSpec):
             )
         rows = next(iter(fields.values()))[0][0]
         count = self.program.samples // rows
-        whole, found = self._whole(fields, count) if count > 1 else (None, {})
+        whole, growth_of = self._whole(fields, count) if count > 1 else (None, {})
         per_sample: dict[str, int] = {}
 
         def accumulated(x: Tensor, like: Tensor) -> Tensor:
-            return _accumulated(x, like, found.get(like.value.name, FIXED), count)
+            return _accumulated(x, like, growth_of.get(like.value.name, FIXED), count)
 
         def further(path: str, x: Tensor) -> Tensor:
-            growth = found.get(x.value.name, FIXED)
+            growth = growth_of.get(x.value.name, FIXED)
             if growth.kind != "rows":
                 return accumulated(x, x)
             result = x if not growth.power else x * float(count) ** growth.power
@@ -121,11 +121,11 @@ class StepSpec(TrainingSpec):
             assert step.loss is not None
             step.check_marks()
             if whole is not None:
-                self._check_returned(trace, state, metrics, count, found, per_sample)
+                self._check_returned(trace, state, metrics, count, growth_of, per_sample)
             self._store(trace, state)
             outputs = {"loss": step.loss, **self._labelled(trace, metrics, per_sample)}
             if whole is not None:
-                check_behind(trace, whole, found, count)
+                check_behind(trace, whole, growth_of, count)
             annotate_stored(trace, layouts)
         return self._finished(trace, outputs, pruned)
 
@@ -173,7 +173,7 @@ class StepSpec(TrainingSpec):
         state: Any,
         metrics: Any,
         count: int,
-        found: Mapping[str, Growth],
+        growth_of: Mapping[str, Growth],
         per_sample: Mapping[str, int],
     ) -> None:
         """Raises GraphError where a metric or a leaf of the new state is that of one micro-batch only.
@@ -195,7 +195,7 @@ class StepSpec(TrainingSpec):
                         f"batch is split in {count} micro-batches; return it from the loss with "
                         "has_aux=True, or use micro_batches=1"
                     )
-                if depends_on_samples(trace, leaf.value.name, found):
+                if depends_on_samples(trace, leaf.value.name, growth_of):
                     raise samples_refusal(f"{subject} {path or 'leaf'}", count)
 
     def _store(self, trace: Trace, new: Any) -> None:
@@ -222,7 +222,7 @@ class StepSpec(TrainingSpec):
             metrics: that it returned.
             per_sample: name of a value of a micro-batch -> its dim of the samples.
         """
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         self.program.sample_dims.clear()
 
         def label(path: str, leaf: Any) -> str:
@@ -233,11 +233,11 @@ class StepSpec(TrainingSpec):
                 with trace.within(role="forward"):
                     tensor = np.moveaxis(tensor, dim, 0)  # type: ignore[type-var]
                 self.program.sample_dims[name] = dim
-            found[name] = tensor
+            tensors[name] = tensor
             return name
 
         self.program.metrics = map_leaves(label, metrics)
-        return found
+        return tensors
 
 
 def _unchanged(x: Tensor, like: Tensor) -> Tensor:

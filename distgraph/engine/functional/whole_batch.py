@@ -48,7 +48,7 @@ class StepTracing(Trace):
         return [op for op in self.ops if op.role == "optimize" and op.kind != "constant"]
 
 
-def check_behind(trace: StepTracing, whole: StepTracing, found: Mapping[str, Growth], count: int) -> None:
+def check_behind(trace: StepTracing, whole: StepTracing, growth_of: Mapping[str, Growth], count: int) -> None:
     """Compare the part behind the gradient with that for the whole batch.
 
     Raises:
@@ -56,16 +56,16 @@ def check_behind(trace: StepTracing, whole: StepTracing, found: Mapping[str, Gro
     """
     ops, others = trace.behind(), whole.behind()
     for op, other in zip(ops, others, strict=False):
-        if _differ(op, other) or any(depends_on_samples(trace, v.name, found) for v in op.operands):
+        if _differ(op, other) or any(depends_on_samples(trace, v.name, growth_of) for v in op.operands):
             raise samples_refusal(f"%{op.name} {op.kind} ({op.source})", count)
     if len(ops) != len(others):
         op = max(ops, others, key=len)[min(len(ops), len(others))]
         raise samples_refusal(f"%{op.name} {op.kind} ({op.source})", count)
 
 
-def depends_on_samples(trace: Trace, name: str, found: Mapping[str, Growth]) -> bool:
+def depends_on_samples(trace: Trace, name: str, growth_of: Mapping[str, Growth]) -> bool:
     """Whether a value of the forward part, which is no constant, depends on the number of samples."""
-    return found.get(name, FIXED) != FIXED and not any(
+    return growth_of.get(name, FIXED) != FIXED and not any(
         op.kind == "constant" and op.name == name for op in trace.ops
     )
 

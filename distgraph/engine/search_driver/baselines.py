@@ -301,8 +301,8 @@ def _allowed_restrictions(state: SearchState) -> list[Restriction]:
 def _why_not_uniform(state: SearchState) -> str:
     if len(state.layout_costs.pools) > 1:
         return "devices are of several kinds"
-    kept = f", with {state.constraints}" if state.constraints.given() else ""
-    return f"out of memory by the estimate{kept}"
+    constraints = f", with {state.constraints}" if state.constraints.given() else ""
+    return f"out of memory by the estimate{constraints}"
 
 
 def _double_recursion(state: SearchState) -> Evaluation | str:

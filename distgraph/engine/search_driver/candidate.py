@@ -30,7 +30,7 @@ from distgraph.passes.search.intra_op.formulate import Formulation
 from distgraph.passes.search.layering.layered_graph import LayeredGraph
 from distgraph.plan.apply.stage_layouts import layouts_of
 from distgraph.plan.decisions import Decisions
-from distgraph.plan.plan import Found, Plan, Program
+from distgraph.plan.plan import Plan, Program, SearchRecord
 from distgraph.plan.strategy import with_decisions
 from distgraph.runtime.forecast.forecast import Forecast, forecast, out_of_memory
 from distgraph.runtime.forecast.memory_forecast import Shortage
@@ -172,7 +172,9 @@ def _with_devices(plan: Plan, devices: Sequence[int], cluster: str) -> Plan:
     stages = (
         replace(stage, devices=tuple(devices[rank] for rank in stage.mesh.members)) for stage in plan.stages
     )
-    return replace(plan, cluster=cluster, stages=tuple(stages), baselines={}, search=Found(), decisions={})
+    return replace(
+        plan, cluster=cluster, stages=tuple(stages), baselines={}, search=SearchRecord(), decisions={}
+    )
 
 
 def _devices_of_plan(plan: Plan, layout_costs: LayoutCosts) -> tuple[int, ...]:

@@ -286,7 +286,7 @@ class Evaluations:
         return evaluation
 
     def prefetch(self, candidates: Sequence[Candidate]) -> None:
-        """Evaluate at the same time what will probably be asked for; nothing where there is one process."""
+        """Evaluate at the same time what will probably be needed; nothing where there is one process."""
         missing = [candidate for candidate in candidates if _key(candidate) not in self._prefetched]
         if len(missing) < 2 or self.processes < 2:
             return

@@ -75,19 +75,19 @@ def infeasible_message(state: SearchState) -> str:
     """The message of a search without an answer."""
     cluster = state.cluster
     given = str(state.constraints)
-    kept = f" and keeps {given}" if given else ""
+    clause = f" and keeps {given}" if given else ""
     if named := state.layout_costs.named_axes:
-        kept += f" with {' and '.join(named)} of two devices or more in every stage, which annotations name"
-    head = f"search: no plan fits cluster {cluster.name}{kept}"
+        clause += f" with {' and '.join(named)} of two devices or more in every stage, which annotations name"
+    head = f"search: no plan fits cluster {cluster.name}{clause}"
     if state.expired():
-        head = f"search: no plan that fits cluster {cluster.name}{kept} was found in {state.seconds:g} s"
+        head = f"search: no plan that fits cluster {cluster.name}{clause} was found in {state.seconds:g} s"
     unfit = [evaluation for evaluation in state.evaluations.all if not evaluation.fits]
     if not unfit and state.expired():
         return f"{head}; give the search more seconds" + (", or leave a constraint out" if given else "")
     if not unfit and given:
         broken = state.evaluations.left_out
-        found = "; ".join(f"{origin} does not keep {constraint}" for origin, constraint in broken.items())
-        return f"{head}{': ' if found else ''}{found}; leave a constraint out"
+        reasons = "; ".join(f"{origin} does not keep {constraint}" for origin, constraint in broken.items())
+        return f"{head}{': ' if reasons else ''}{reasons}; leave a constraint out"
     if not unfit:
         return f"{head}; use more or larger devices, or a smaller batch"
     nearest = min(unfit, key=lambda evaluation: evaluation.memory_ratio).built(state.layout_costs)

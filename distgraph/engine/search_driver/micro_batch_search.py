@@ -16,7 +16,7 @@ from distgraph.engine.search_driver.search_state import FORECASTS, Event, Search
 from distgraph.engine.search_driver.stage_search import may_fit
 
 _ROUNDS = 4
-"""Micro-batches a stage of the longest pipeline, from which the search begins: its stages then stand still
+"""Micro-batches a stage of the longest pipeline, from which the search begins: its stages are then idle
 for (p - 1) / (5 p - 1) of a step, about a fifth (GPipe, Huang et al., 2019, section 2.3: no more than 4 p are
 needed)."""
 _RETRIES = 2

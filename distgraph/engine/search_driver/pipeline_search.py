@@ -150,7 +150,7 @@ class PipelineSearch:
 
     def under(self, schedule: str, most: int) -> Iterator[Candidate]:
         """The best pipelines of several stages under another schedule, for the micro-batch counts with the
-        best estimates, at most so many."""
+        best estimates, at most `most`."""
         ranked = sorted(self.best, key=lambda count: self.best[count].estimate)
         for count in [count for count in ranked if count in self.tables][:most]:
             best = self._best_of(self.tables[count], 1.0, (schedule,))

@@ -52,7 +52,7 @@ from distgraph.engine.search_driver.micro_batch_search import evaluate_single_po
 from distgraph.engine.search_driver.search_space import check_axes, check_constraints, micro_batch_counts
 from distgraph.engine.search_driver.search_state import FORECASTS, Event, SearchState
 from distgraph.errors import InfeasibleError
-from distgraph.plan.plan import Found, Plan
+from distgraph.plan.plan import Plan, SearchRecord
 
 
 def run_search(state: SearchState) -> Iterator[Event]:
@@ -137,17 +137,17 @@ def finalists_of_search(state: SearchState, count: int) -> list[tuple[str, Plan]
 
     Programs that come to the same plan count once.
     """
-    found: dict[str, tuple[str, Plan]] = {}
+    finalists: dict[str, tuple[str, Plan]] = {}
     ranked = sorted(state.evaluations.all, key=lambda evaluation: evaluation.seconds)
     for evaluation in ranked:
-        if len(found) == count:
+        if len(finalists) == count:
             break
         if evaluation.fits and evaluation.eligible:
             plan = plan_of(evaluation.built(state.layout_costs), state.layout_costs)
-            found.setdefault(plan.digest, (in_words(evaluation.choices), plan))
+            finalists.setdefault(plan.digest, (in_words(evaluation.choices), plan))
             if evaluation is not state.best:
                 evaluation.release()
-    return list(found.values())
+    return list(finalists.values())
 
 
 def plan_of_search(state: SearchState, settings: Mapping[str, str | int | float | bool | None]) -> Plan:
@@ -162,7 +162,7 @@ def plan_of_search(state: SearchState, settings: Mapping[str, str | int | float 
         plan,
         forecast=forecast,
         baselines=dict(evaluations.baselines),
-        search=Found(
+        search=SearchRecord(
             mode=state.mode,
             status=status,
             bound=state.bound,

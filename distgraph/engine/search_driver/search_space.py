@@ -132,7 +132,7 @@ def pools_of(cluster: Cluster, count: int | None = None) -> tuple[Pool, ...]:
 
     Args:
         cluster: any, also one whose machines hold devices of different types.
-        count: only the first so many devices; None for all.
+        count: only this number of devices, the first ones; None for all.
     """
     pools: dict[tuple[str, str, float, int], list[tuple[int, ...]]] = {}
     last = len(cluster.devices) if count is None else count

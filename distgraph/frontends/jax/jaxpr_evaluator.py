@@ -127,8 +127,8 @@ class Evaluation:
         if broadcast is not None:
             return [Constant(broadcast, recipe(0))]
         with jax.ensure_compile_time_eval():
-            found = eqn.primitive.bind(*map(_as_jax, arrays), **eqn.params)
-        results = found if eqn.primitive.multiple_results else [found]
+            result = eqn.primitive.bind(*map(_as_jax, arrays), **eqn.params)
+        results = result if eqn.primitive.multiple_results else [result]
         return [Constant(x, recipe(i)) for i, x in enumerate(results)]
 
     def _traced(self, eqn: Any, operands: Sequence[Any]) -> list[Any]:

@@ -141,8 +141,8 @@ def _leaf(kind: str, name: str, value: Any) -> Leaf:
         raise GraphError(f"{kind} {name}: {error}") from None
     if kind == "parameter" and not jax.numpy.issubdtype(dtype, np.floating):
         kind = "buffer"
-    known = None if isinstance(value, jax.ShapeDtypeStruct) else value
-    return Leaf(kind, name, shape, dtype, known)
+    constant = None if isinstance(value, jax.ShapeDtypeStruct) else value
+    return Leaf(kind, name, shape, dtype, constant)
 
 
 def _check_names(leaves: Sequence[Leaf]) -> None:

@@ -1,4 +1,4 @@
-"""Exported graphs of modules of torch: the data, and what is asked of their nodes."""
+"""Exported graphs of modules of torch: the data, and queries on their nodes."""
 
 from __future__ import annotations
 

@@ -100,13 +100,13 @@ def computes_the_same(
         fakes = {id(tensor): mode.from_tensor(tensor) for _, tensor in named}
         numbers = {key: number for number, key in enumerate(fakes)}
         tensors = {name: numbers[id(tensor)] for name, tensor in named}
-        known = {id(fake): Reference("tensor", numbers[key]) for key, fake in fakes.items()}
+        references = {id(fake): Reference("tensor", numbers[key]) for key, fake in fakes.items()}
         inputs = pytree.tree_map_only(torch.Tensor, mode.from_tensor, (args, dict(kwargs)))
         for number, leaf in enumerate(pytree.tree_leaves(inputs)):
             if isinstance(leaf, torch.Tensor):
-                known[id(leaf)] = Reference("input", number)
-        whole = _recorded(copied(module, (), fakes), (), inputs, mode, known)
-        short = _recorded(copied(module, runs, fakes), runs, inputs, mode, known)
+                references[id(leaf)] = Reference("input", number)
+        whole = _recorded(copied(module, (), fakes), (), inputs, mode, references)
+        short = _recorded(copied(module, runs, fakes), runs, inputs, mode, references)
         for run in sorted(runs, key=lambda run: short.ends[run.kept[-1]], reverse=True):
             short = _repeated(short, run, tensors)
         same = whole.ops == short.ops and whole.outputs == short.outputs
@@ -120,11 +120,11 @@ def _recorded(
     runs: Sequence[Run],
     inputs: tuple[tuple[Any, ...], dict[str, Any]],
     mode: FakeTensorMode,
-    known: Mapping[int, Reference],
+    references: Mapping[int, Reference],
 ) -> Recording:
     """Raises Unrecordable where a layer of a run that is kept is not called exactly once."""
     watched = {id(module.get_submodule(path)): path for run in runs for path in run.kept}
-    recorder = _Recorder(known)
+    recorder = _Recorder(references)
     ends: dict[str, int] = {}
 
     def returned(layer: torch.nn.Module, *_: Any) -> None:
@@ -147,10 +147,10 @@ def _recorded(
 class _Recorder(TorchDispatchMode):  # type: ignore[misc]
     """Records the ops that are called; the references are those of `Reference`."""
 
-    def __init__(self, known: Mapping[int, Reference]) -> None:
+    def __init__(self, references: Mapping[int, Reference]) -> None:
         super().__init__()
         self.ops: list[RecordedOp] = []
-        self._known: dict[int, Reference | str] = dict(known)
+        self._known: dict[int, Reference | str] = dict(references)
         self._alive: list[torch.Tensor] = []  # an id is that of one tensor while the tensor lives
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

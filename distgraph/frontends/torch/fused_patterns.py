@@ -36,10 +36,10 @@ def _fuse_rms_norm(node: torch.fx.Node) -> None:
         return
     for weight, scaled in (operands, operands[::-1]):
         normal = scaled.args[0] if scaled.target is _CAST else scaled
-        found = _normalised(normal)
-        if found is None:
+        match = _normalised(normal)
+        if match is None:
             continue
-        x, eps = found
+        x, eps = match
         dtype = node.meta["val"].dtype
         if x.target is _CAST and x.args[0].meta["val"].dtype is dtype and dtype in _HALVES:
             x = x.args[0]

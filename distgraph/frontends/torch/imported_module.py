@@ -149,8 +149,8 @@ def _tensors(
     every: dict[str, Parameter] = {}
     first: dict[str, Parameter] = {}
     made: dict[int, Parameter] = {}
-    own = list(module.named_parameters(remove_duplicate=False))
-    for name, tensor in [*own, *module.named_buffers(remove_duplicate=False)]:
+    parameters = list(module.named_parameters(remove_duplicate=False))
+    for name, tensor in [*parameters, *module.named_buffers(remove_duplicate=False)]:
         if name in constants:
             continue
         if id(tensor) not in made:

@@ -33,12 +33,12 @@ class _Template:
     Attributes:
         nodes: of the third layer, in order.
         previous: the corresponding nodes of the second layer.
-        own: placeholders that only the third layer reads: its parameters, buffers and constants.
+        placeholders: those that only the third layer reads: its parameters, buffers and constants.
     """
 
     nodes: list[Node]
     previous: list[Node]
-    own: list[Node]
+    placeholders: list[Node]
 
 
 def replicate(graph: torch.fx.Graph, inputs: dict[str, Input], run: Run, module: torch.nn.Module) -> bool:
@@ -61,14 +61,16 @@ def replicate(graph: torch.fx.Graph, inputs: dict[str, Input], run: Run, module:
     following = template.nodes[-1].next
     current = template.nodes
     for path in run.cut:
-        known = dict(zip(template.previous, current, strict=True))
-        known |= {node: _placeholder(graph, inputs, node, run, path, tensors) for node in template.own}
+        copies = dict(zip(template.previous, current, strict=True))
+        copies |= {
+            node: _placeholder(graph, inputs, node, run, path, tensors) for node in template.placeholders
+        }
         current = []
         for node in template.nodes:
             with graph.inserting_before(following):
-                new = graph.node_copy(node, lambda x, known=known: known.get(x, x))
+                new = graph.node_copy(node, lambda x, copies=copies: copies.get(x, x))
             new.meta["nn_module_stack"] = _renamed_stack(node, run.kept[-1], path)
-            known[node] = new
+            copies[node] = new
             current.append(new)
     last = dict(zip(template.nodes, current, strict=True))
     while following.op != "root":
@@ -97,8 +99,8 @@ def _template(
         if a.op != "call_function" or _without_operands(a) != _without_operands(b):
             return None
         for x, y in zip(_operands(a), _operands(b), strict=True):
-            own = y in inside or y in before or _corresponding(inputs, x, y, run, tensors)
-            same = partners.setdefault(y, x) is x if own else x is y
+            private = y in inside or y in before or _corresponding(inputs, x, y, run, tensors)
+            same = partners.setdefault(y, x) is x if private else x is y
             if not same or (x in before) != (y in inside):
                 return None
         partners[b] = a

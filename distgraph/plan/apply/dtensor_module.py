@@ -90,8 +90,8 @@ class DTensorMode(TorchFunctionMode):  # type: ignore[misc]
         (split,) = query.placements
         dim = split.dim if isinstance(split, Shard) else query.ndim
         operands = [query, key, value]
-        alike = all(x.placements == query.placements and x.ndim == query.ndim for x in operands)
-        if dim >= query.ndim - 2 or not alike or any(x.shape[dim] % self.mesh.size() for x in operands):
+        equal = all(x.placements == query.placements and x.ndim == query.ndim for x in operands)
+        if dim >= query.ndim - 2 or not equal or any(x.shape[dim] % self.mesh.size() for x in operands):
             operands, dim = [self.replicated(self.whole(x)) for x in operands], -1
             split = Replicate()
         if attn_mask is not None:

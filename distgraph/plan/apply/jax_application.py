@@ -136,7 +136,7 @@ class DistributedFunction:
         return jax.tree_util.tree_map(of, inputs)
 
     def _shardings(self, params: Any, specs: Mapping[str, Any]) -> Any:
-        known = surface(self.plan).tensors
+        stored = surface(self.plan).tensors
 
         def of(path: Any, leaf: Any) -> NamedSharding | None:
             if not hasattr(leaf, "shape"):
@@ -149,10 +149,10 @@ class DistributedFunction:
                     f"{listed(list(specs))}; apply it to the function that it was made for"
                 )
             shape = tuple(np.shape(leaf))[lead:]
-            if first in known and known[first].shape != shape:
+            if first in stored and stored[first].shape != shape:
                 raise ShardingError(
-                    f"parameter {name} is {list(shape)} but {list(known[first].shape)} in the plan; make the "
-                    "plan from these parameters, with dg.frontends.jax.import_function"
+                    f"parameter {name} is {list(shape)} but {list(stored[first].shape)} in the plan; make "
+                    "the plan from these parameters, with dg.frontends.jax.import_function"
                 )
             layers = [None] * lead  # one spec for all layers that a scan reads
             return NamedSharding(self.mesh, _partition([*layers, *specs[first]]))
@@ -192,15 +192,15 @@ class DistributedFunction:
             operands = [read(atom) for atom in eqn.invars]
             if eqn.primitive.name in _CALLS:
                 inner = eqn.params["jaxpr"]
-                found = self._evaluated(inner.jaxpr, inner.consts, operands, (*around, *scope_names(eqn)))
+                results = self._evaluated(inner.jaxpr, inner.consts, operands, (*around, *scope_names(eqn)))
             else:
                 settings = eqn.primitive.get_bind_params(eqn.params)
                 functions: Sequence[Any] = ()
                 if isinstance(settings, tuple):  # of older versions of JAX
                     functions, settings = settings
                 bound = eqn.primitive.bind(*functions, *operands, **settings)
-                found = list(bound) if eqn.primitive.multiple_results else [bound]
-            for var, value in zip(eqn.outvars, found, strict=True):
+                results = list(bound) if eqn.primitive.multiple_results else [bound]
+            for var, value in zip(eqn.outvars, results, strict=True):
                 spec = leaving.get(var)
                 if spec is not None:
                     value = jax.lax.with_sharding_constraint(value, NamedSharding(self.mesh, spec))

@@ -122,7 +122,7 @@ def _tie(stage: torch.nn.Module, module: torch.nn.Module) -> None:
 
 
 class TiedGradients:
-    """Sums the gradients of parameters that several stages hold, after each step. Made by all ranks alike.
+    """Sums the gradients of parameters that several stages hold, after each step. Made by all ranks.
 
     Args:
         tied: the names of each parameter that has several.
@@ -142,7 +142,7 @@ class TiedGradients:
         ]
         self._groups: list[tuple[tuple[str, ...], Any]] = []
         for names in tied:
-            owners = [number for number, known in enumerate(names_of_stages) if known & set(names)]
+            owners = [number for number, own_names in enumerate(names_of_stages) if own_names & set(names)]
             for column in zip(*(ranks[number] for number in owners), strict=True):
                 group = dist.new_group(list(column)) if len(owners) > 1 else None
                 if group is not None and dist.get_rank() in column:

@@ -109,11 +109,11 @@ def mostly_split(plan: Plan, number: int, kind: str, apart: Collection[str] = ()
 
     Parameters that are kept `apart` are left out, with their states.
     """
-    known, data = surface(plan).tensors, data_axes(plan, number)
+    tensors, data = surface(plan).tensors, data_axes(plan, number)
     sizes: dict[str, int] = {}
     for name, tensor in plan.tensors.items():
         parameter = name if kind == "param" else owner(name)
-        held = None if parameter in apart else known.get(parameter)
+        held = None if parameter in apart else tensors.get(parameter)
         if tensor.kind == kind and tensor.stage == number and held is not None:
             sizes[name] = math.prod(held.shape)
     total = sum(sizes.values())

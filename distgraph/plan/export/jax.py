@@ -95,8 +95,8 @@ def export_jax(plan: Plan) -> Export:
 
 
 def _stage(plan: Plan, number: int, notes: list[str]) -> dict[str, Any]:
-    mesh, known = plan.stages[number].mesh, surface(plan)
-    shapes: dict[str, tuple[int, ...]] = {name: read.shape for name, read in known.tensors.items()}
+    mesh, model = plan.stages[number].mesh, surface(plan)
+    shapes: dict[str, tuple[int, ...]] = {name: read.shape for name, read in model.tensors.items()}
     tables: dict[str, dict[str, tuple[ShardSpec, tuple[int, ...] | None]]] = {t: {} for t in _TABLES}
     for name in in_order(plan.tensors):
         tensor = plan.tensors[name]
@@ -105,7 +105,7 @@ def _stage(plan: Plan, number: int, notes: list[str]) -> dict[str, Any]:
             shape = shapes.get(name, shapes.get(owner(name)))
             tables[table][name] = tensor.spec, shape
     pending, unconstrained = [], []
-    for path, part in known.modules.items():
+    for path, part in model.modules.items():
         if part.stage != number:
             continue
         if not part.leaves:

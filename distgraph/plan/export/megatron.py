@@ -206,7 +206,7 @@ def _matrices(translation: _Translation) -> None:
             tensors = translation.plan.tensors
             translation.reasons.append(
                 f"{equal_name} lies {tensors[equal_name].spec} but {name} {tensors[name].spec}: Megatron-LM "
-                f"splits all layers alike"
+                f"splits all layers in the same way"
             )
     if translation.arguments["tensor-model-parallel-size"] == 1:
         return

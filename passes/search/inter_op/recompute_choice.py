@@ -63,9 +63,9 @@ def cheapest_layers(
     """
     best: tuple[float, tuple[int, ...]] | None = None
     for limit, allowed in _limits(layers, scratch):
-        found = _covering(allowed, stored + limit - memory)
-        if found is not None and (best is None or found[0] < best[0]):
-            best = found
+        cover = _covering(allowed, stored + limit - memory)
+        if cover is not None and (best is None or cover[0] < best[0]):
+            best = cover
     return None if best is None else best[1]
 
 
@@ -98,8 +98,8 @@ def _covering(layers: Sequence[RecomputedLayer], missing: float) -> tuple[float,
             if total not in more or after < more[total][0]:
                 more[total] = after, (*numbers, layer.number)
         choices = _unbeaten(more, missing)
-    found = choices.get(missing)
-    return None if found is None else (found[0], tuple(sorted(found[1])))
+    choice = choices.get(missing)
+    return None if choice is None else (choice[0], tuple(sorted(choice[1])))
 
 
 def _unbeaten(
@@ -113,9 +113,9 @@ def _unbeaten(
             if key not in rounded or choice[0] < rounded[key][0]:
                 rounded[key] = choice
         choices = rounded
-    kept: dict[float, tuple[float, tuple[int, ...]]] = {}
+    unbeaten: dict[float, tuple[float, tuple[int, ...]]] = {}
     least = float("inf")
     for saved in sorted(choices, reverse=True):
         if choices[saved][0] < least:
-            kept[saved], least = choices[saved], choices[saved][0]
-    return kept
+            unbeaten[saved], least = choices[saved], choices[saved][0]
+    return unbeaten

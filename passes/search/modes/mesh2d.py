@@ -153,7 +153,7 @@ def layouts_by_tuner(
     Raises:
         ShardingError: the program has no linear layer that a mesh divides.
     """
-    found = []
+    layouts = []
     block = slice_block(cluster)
     for mesh in meshes:
         layers = [layer for layer in linear_layers(graph) if _divides(layer, mesh)]
@@ -169,13 +169,13 @@ def layouts_by_tuner(
         nbytes = (layer.weight.nbytes / math.prod(tuning.mesh) for layer in layers)
         prices = ClusterPrices(cluster, data=_data(mesh))
         reduction = sum(prices.reduction_seconds(tuning.mesh, each) for each in nbytes)
-        found.append(TunedMesh(mesh, tuning, replace(annotated, algorithms=algorithms), reduction))
-    if not found:
+        layouts.append(TunedMesh(mesh, tuning, replace(annotated, algorithms=algorithms), reduction))
+    if not layouts:
         raise ShardingError(
             f"graph @{graph.name}: no mesh of two axes divides a linear layer of the program; use sizes and "
             f"a number of devices with common factors, or another mode"
         )
-    return sorted(found, key=lambda each: each.seconds)
+    return sorted(layouts, key=lambda each: each.seconds)
 
 
 def _data(mesh: ProcessMesh) -> int:
@@ -212,8 +212,8 @@ def _tune(
 
     def option(op: str, forward: str, turned: bool = False) -> LayerTuning:
         size = sizes[op]
-        found = tuned(size.samples, size.inputs, size.outputs, forward, turned)
-        return replace(found, layer=size)
+        tuning = tuned(size.samples, size.inputs, size.outputs, forward, turned)
+        return replace(tuning, layer=size)
 
     largest = {op: dataflow(size) for op, size in sizes.items()}
     chosen = {}
@@ -343,13 +343,13 @@ def shapes(cluster: Cluster, count: int | None = None) -> list[ProcessMesh]:
     No axis has one rank. On a torus they are blocks of it, with dp and rows along one of its dims.
     """
     devices = len(cluster.devices) if count is None else count
-    found = []
+    candidates = []
     for data in divisors(devices):
         ranks = devices // data
-        found += [(data, rows, ranks // rows) for rows in divisors(ranks)[1:-1]]
-    blocks = [each for each in found if on_torus(cluster, each) or on_torus(cluster, _block(each))]
-    found = [each for each in blocks or found if max(devices_of(cluster, _block(each))) < devices]
-    return [_grid(*each) for each in found]
+        candidates += [(data, rows, ranks // rows) for rows in divisors(ranks)[1:-1]]
+    blocks = [each for each in candidates if on_torus(cluster, each) or on_torus(cluster, _block(each))]
+    candidates = [each for each in blocks or candidates if max(devices_of(cluster, _block(each))) < devices]
+    return [_grid(*each) for each in candidates]
 
 
 def _block(shape: tuple[int, int, int]) -> tuple[int, int]:

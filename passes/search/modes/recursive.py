@@ -11,7 +11,7 @@ order counts. Cutting index i of an op costs
     cost(i) = (1 - 1 / p) * sum of weight * elements of the tensors of the op without i
 
 because these are held whole, or added up if they are results. Not to cut the op costs the same for all its
-tensors. What lacks the leading index of the first operand (the samples), and parameters, weigh a quarter:
+tensors. Values without the leading index of the first operand (the samples), and parameters, weigh a quarter:
 their gradients are summed once a step. For a product A[I, K] B[K, J] and p = 2:
 
     cut I: J K / 2 * 0.25        cut J: I K / 2        cut K: I J / 2

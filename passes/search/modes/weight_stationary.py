@@ -50,9 +50,9 @@ def weight_stationary_groups(graph: Graph, linear: Collection[str], allowed: Col
             returning = set().union(*(consumers[each] for each in leaving))
             leaving = leaving.union(*(inputs[each] for each in returning))
             grown = len(leaving) + len(returning) > size
-        taken = {each for group in groups for each in group.leaving | group.returning}
+        grouped = {each for group in groups for each in group.leaving | group.returning}
         members = leaving | returning
-        if returning and leaving <= free and members <= set(allowed) - taken and not leaving & returning:
+        if returning and leaving <= free and members <= set(allowed) - grouped and not leaving & returning:
             groups.append(Group(frozenset(leaving), frozenset(returning)))
             free -= members
     return groups

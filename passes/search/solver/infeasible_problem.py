@@ -67,7 +67,7 @@ def _least_cost(problem: Problem, costs: list[Floats]) -> float | None:
     """A lower bound on the sum of other costs over all permitted choices; None where there is none."""
     permitted = Problem(
         problem.name,
-        tuple(np.where(np.isinf(c), np.inf, own) for c, own in zip(problem.costs, costs, strict=True)),
+        tuple(np.where(np.isinf(c), np.inf, cost) for c, cost in zip(problem.costs, costs, strict=True)),
         problem.edges,
         tuple(np.where(np.isinf(table), np.inf, 0.0) for table in problem.edge_costs),
     )

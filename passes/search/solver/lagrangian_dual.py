@@ -54,7 +54,7 @@ class Dual:
         self._length, self._idle, self.steps = 1.0, 0, _WARM if self.prices.any() else 0
 
     @property
-    def settled(self) -> bool:
+    def converged(self) -> bool:
         """Whether steps have become too short to change anything; without memory there is only one length."""
         return self._length < (_LEAST_STEP if len(self.prices) else 1.0)
 

@@ -57,10 +57,10 @@ class Messages:
         other edges hold; both stay in the bound.
         """
         f = self.flat
-        own, total = cost.copy(), cost.copy()
+        costs, total = cost.copy(), cost.copy()
         held = np.zeros(len(f.ends))
-        _pull_all(own, total, held, self.vectors, f.first, f.ends, f.table_first, f.table, f.side_first)
-        minima = np.minimum.reduceat(own, f.first[:-1])
+        _pull_all(costs, total, held, self.vectors, f.first, f.ends, f.table_first, f.table, f.side_first)
+        minima = np.minimum.reduceat(costs, f.first[:-1])
         around = np.zeros(f.nodes)
         np.add.at(around, f.ends.ravel(), np.repeat(held, 2))
         rest = minima.sum() - minima + held.sum() - around
@@ -77,8 +77,8 @@ class Messages:
         sizes = f.first[sides + 1] - f.first[sides]
         strategy = np.repeat(f.first[sides] - f.side_first[:-1], sizes) + np.arange(len(self.vectors))
         edge, row, column = f.pairs
-        taken = self.vectors[f.side_first[2 * edge] + row] + self.vectors[f.side_first[2 * edge + 1] + column]
-        return cost + np.bincount(strategy, self.vectors, len(cost)), f.table - taken
+        moved = self.vectors[f.side_first[2 * edge] + row] + self.vectors[f.side_first[2 * edge + 1] + column]
+        return cost + np.bincount(strategy, self.vectors, len(cost)), f.table - moved
 
 
 @exact
@@ -100,9 +100,9 @@ def _pull(
     else:
         out[:columns] = np.inf
         for r in range(rows):
-            taken = vectors[other + r]
+            message = vectors[other + r]
             for c in range(columns):
-                out[c] = min(out[c], table[offset + r * columns + c] - taken)
+                out[c] = min(out[c], table[offset + r * columns + c] - message)
 
 
 @exact
@@ -157,7 +157,7 @@ def _sweep(
 
 @exact
 def _pull_all(
-    own: Floats, total: Floats, held: Floats, vectors: Floats,
+    costs: Floats, total: Floats, held: Floats, vectors: Floats,
     first: Ints, ends: Ints, table_first: Ints, table: Floats, side_first: Ints,
 ) -> None:  # fmt: skip
     """Add to own what every end of an edge holds, to total what could be pulled there; held is what is left
@@ -170,6 +170,6 @@ def _pull_all(
         for s in range(first[i + 1] - first[i]):
             mine = vectors[side_first[side] + s]
             total[first[i] + s] += pulled[s]
-            own[first[i] + s] += mine
+            costs[first[i] + s] += mine
             least = min(least, pulled[s] - mine)
         held[side // 2] = least

@@ -90,16 +90,16 @@ class Problem:
 
     def objective(self, choice: Sequence[int]) -> float:
         """Cost of a choice [nodes] of strategies; inf where it takes something forbidden."""
-        taken = self._check_choice(choice)
+        chosen = self._check_choice(choice)
         (costs, first), (tables, table_first, ends, widths) = self._flat_costs, self._flat_edges
-        pairs = tables[table_first + taken[ends[:, 0]] * widths + taken[ends[:, 1]]]
-        return float(costs[first + taken].sum() + pairs.sum())
+        pairs = tables[table_first + chosen[ends[:, 0]] * widths + chosen[ends[:, 1]]]
+        return float(costs[first + chosen].sum() + pairs.sum())
 
     def peak(self, choice: Sequence[int]) -> tuple[int, float]:
         """The time at which a choice uses most memory, the first of several, and the units used then."""
-        taken = self._check_choice(choice)
+        chosen = self._check_choice(choice)
         amounts, first, users = self._flat_amounts
-        return self._peak(amounts[first + taken[users]])
+        return self._peak(amounts[first + chosen[users]])
 
     def feasible(self, choice: Sequence[int]) -> bool:
         """Whether a choice takes nothing forbidden and stays within the limit at every time."""
@@ -227,15 +227,15 @@ class Problem:
         """The choice as an array."""
         if len(choice) != len(self.costs):
             raise GraphError(f"{self.name}: a choice of {len(choice)} strategies for {len(self.costs)} nodes")
-        taken = np.array(choice, dtype=np.int64)
-        wrong = np.flatnonzero((taken < 0) | (taken >= self._sizes))
+        chosen = np.array(choice, dtype=np.int64)
+        wrong = np.flatnonzero((chosen < 0) | (chosen >= self._sizes))
         if len(wrong):
             i = int(wrong[0])
-            has, takes = self._sizes[i], taken[i]
+            has, takes = self._sizes[i], chosen[i]
             raise GraphError(
                 f"{self.name}: {self.label(i)} has {has} strategies, the choice takes number {takes}"
             )
-        return taken
+        return chosen
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,8 +81,8 @@ class Network:
         times = np.zeros(0, dtype=np.int64)
         if problem.limit is not None:
             times = np.unique([use.start for uses in problem.uses for use in uses]).astype(np.int64)
-            for i, own in enumerate(problem.uses):
-                uses[i] = [_placed(use, times) for use in own]
+            for i, uses_of_node in enumerate(problem.uses):
+                uses[i] = [_placed(use, times) for use in uses_of_node]
         room = np.full(len(times), problem.limit or 0.0)
         network = Network(dict(enumerate(problem.costs)), near, uses, times, room)
         for (u, v), table in zip(problem.edges, problem.edge_costs, strict=True):
@@ -91,8 +91,8 @@ class Network:
 
     def join(self, u: int, v: int, table: Floats) -> None:
         """Add costs [strategies of u, strategies of v] between two nodes."""
-        known = self.near[u].get(v)
-        table = table if known is None else known + table
+        before = self.near[u].get(v)
+        table = table if before is None else before + table
         self.near[u][v] = table
         self.near[v][u] = table.T
 

@@ -141,10 +141,10 @@ class _Patterns:
         self._known: dict[tuple[int, int], tuple[Floats, tuple[bool, bool, bool, bool]]] = {}
 
     def of(self, node: int, other: int, table: Floats) -> tuple[bool, bool, bool, bool]:
-        known = self._known.get((node, other))
-        if known is None or known[0] is not table:
-            known = self._known[node, other] = (table, _pattern(table))
-        return known[1]
+        cached = self._known.get((node, other))
+        if cached is None or cached[0] is not table:
+            cached = self._known[node, other] = (table, _pattern(table))
+        return cached[1]
 
 
 @exact

@@ -44,7 +44,7 @@ def dive(
         dual: its messages are where the dive starts from; it is not changed.
         prices: of memory, to start from.
         part: of the undecided nodes, decided at a time.
-        see: is told of every choice [nodes] on the way; returns the cost that choices must be below.
+        see: receives every choice [nodes] on the way; returns the cost that choices must be below.
         left: seconds left.
         mask: [strategies], true for those that may be taken; all of them where there is none.
     """
@@ -65,11 +65,11 @@ def dive(
         if not len(undecided):
             return
         decided = undecided[: max(1, round(part * len(undecided)))]
-        kept = mask & (least < cutoff)
-        kept[np.isin(flat.owner, decided)] = False
-        kept[strategy] |= mask[strategy]
-        inner.price_out(kept | ~mask, penalty)
-        mask = kept
+        open_strategies = mask & (least < cutoff)
+        open_strategies[np.isin(flat.owner, decided)] = False
+        open_strategies[strategy] |= mask[strategy]
+        inner.price_out(open_strategies | ~mask, penalty)
+        mask = open_strategies
 
 
 def dive_into_neighbourhoods(
@@ -105,9 +105,9 @@ def _connected(near: list[list[int]], generator: np.random.Generator, count: int
 
 def _most_agreed(flat: Flat, counts: Floats, least: Floats, mask: Mask) -> tuple[Ints, Ints]:
     """Of every node the strategy in the mask that rounding takes most often, and the nodes with several in
-    the mask, those that rounding decides alike most often first."""
-    taken, low = np.where(mask, counts, 0.0), np.where(mask, least, math.inf)
-    share = taken / np.maximum(np.add.reduceat(taken, flat.first[:-1]), 1e-9)[flat.owner]
+    the mask, those that rounding decides in the same way most often first."""
+    agreed, low = np.where(mask, counts, 0.0), np.where(mask, least, math.inf)
+    share = agreed / np.maximum(np.add.reduceat(agreed, flat.first[:-1]), 1e-9)[flat.owner]
     strategy = np.lexsort((low, -share, flat.owner))[flat.first[:-1]]
     other = low.copy()
     other[strategy] = math.inf

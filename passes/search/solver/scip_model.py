@@ -60,12 +60,12 @@ class ExactModel:
 
         Args:
             left: seconds left.
-            see: is told of the best choice [nodes] that is found; it may exceed the limit by SCIP's
+            see: receives the best choice [nodes] of SCIP; it may exceed the limit by SCIP's
                 tolerance, and cost more than the cutoff.
 
         Returns:
             A lower bound on the cost of every choice below the cutoff; inf where none is better than the
-            choice that `see` was told of, by more than the gap.
+            choice that `see` received, by more than the gap.
         """
         flat = self.flat
         if not np.logical_or.reduceat(self._strategies, flat.first[:-1]).all():

@@ -152,7 +152,7 @@ class _Round:
         dual, incumbent = self.dual, self.incumbent
         left = incumbent.until(_DUAL_SHARE * incumbent.left())
         with incumbent.phase("dual"):
-            while left() > 0 and not dual.settled:
+            while left() > 0 and not dual.converged:
                 for choice in dual.step(incumbent.objective):
                     self.see(choice)
                 if self.take_bound(dual.bound):

@@ -55,7 +55,7 @@ def _matching(pattern: re.Pattern[str], expected: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-def _known(value: str) -> str:
+def _listed(value: str) -> str:
     if value not in NAMES:
         raise ValueError(f"one of {', '.join(NAMES)}")
     return value
@@ -67,7 +67,7 @@ Whole = Annotated[int, Field(gt=-(10**40), lt=10**40)]
 Number = Annotated[Whole | Annotated[float, Field(allow_inf_nan=True)], BeforeValidator(_number)]
 Checksum = Annotated[str, _matching(re.compile("[0-9a-f]{16}"), "a checksum of 16 hexadecimal digits")]
 FileName = Annotated[str, _matching(SHARD, 'a file such as "step-00000120-5f2c....rank-00003.safetensors"')]
-Dtype = Annotated[str, AfterValidator(_known)]
+Dtype = Annotated[str, AfterValidator(_listed)]
 
 
 class BlockEntry(Entry):

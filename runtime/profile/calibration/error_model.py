@@ -86,9 +86,9 @@ def _conformal(ratios: Array) -> float:
 def coverage(residuals: Array, shares: Array, groups: Sequence[str], before: ForecastErrors) -> float:
     """Share of the runs inside intervals of 80 % that were made from the other groups only."""
     inside = 0
-    for judged, others in splits(len(residuals), group_folds(groups)):
-        errors = fit_errors(residuals[others], shares[others], [groups[at] for at in others], before)
-        for row in judged:
+    for held_out, others in splits(len(residuals), group_folds(groups)):
+        errors = fit_errors(residuals[others], shares[others], [groups[index] for index in others], before)
+        for row in held_out:
             deviation = errors.step(dict(zip(KINDS, shares[row], strict=True)))
             inside += bool(abs(residuals[row]) <= WIDTH * deviation)
     return inside / len(residuals)

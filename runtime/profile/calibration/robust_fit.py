@@ -143,7 +143,7 @@ def by_group(keys: Sequence[Hashable]) -> list[Rows]:
 def group_folds(keys: Sequence[Hashable], folds: int = 10) -> list[Rows]:
     """Row numbers of each fold; all rows with one key are in one fold."""
     groups = by_group(keys)
-    return [np.sort(np.concatenate(groups[at::folds])) for at in range(min(folds, len(groups)))]
+    return [np.sort(np.concatenate(groups[first::folds])) for first in range(min(folds, len(groups)))]
 
 
 def splits(count: int, folds: Sequence[Rows]) -> Iterator[tuple[Rows, Rows]]:

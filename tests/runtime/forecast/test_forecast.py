@@ -294,7 +294,7 @@ def test_what_the_report_says():
     found = forecast(build, machines(4))
     text = str(found)
     assert "forward.s0 -> forward.s1" in text
-    assert "all ranks alike" in text
+    assert "all ranks equal" in text
     assert "rank 2: " in text
     assert 0 < found.bubble < 1
     assert sum(found.compute_seconds.values()) > 0

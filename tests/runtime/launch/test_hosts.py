@@ -148,7 +148,7 @@ def facts(**changes: object) -> HostFacts:
         (
             (part("m0", [0], "gpu", 16 * GIB),),
             {"gpus": (GpuFacts("A", 8 * GIB),)},
-            "with 16 GiB memory but GPU 0 of host m0, A, has 8 GiB; rank 0 lacks memory",
+            "with 16 GiB memory but GPU 0 of host m0, A, has 8 GiB; rank 0 needs more",
         ),
         ((part("m0", [0, 1], memory=4 * GIB),), {"memory": GIB}, "4 GiB memory each but host m0 has 1 GiB"),
     ],

@@ -89,7 +89,7 @@ def test_many_ranks_are_shown_by_machine(tmp_path, monkeypatch, exact):
 def test_forecasts_stand_side_by_side(tmp_path):
     other = forecast(pipe(2), machines(6, 6))
     small = forecast(pipe(2), machines(6, 6))
-    text = page(tmp_path, beside={"none": "there is none: <no> batch", "other": other, "small": small})
+    text = page(tmp_path, others={"none": "there is none: <no> batch", "other": other, "small": small})
     parser = Loads()
     parser.feed(text)
     assert "there is none: <no> batch" in parser.text

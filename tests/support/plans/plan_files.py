@@ -12,12 +12,12 @@ from distgraph.plan.plan import (
     Computed,
     Decision,
     Estimate,
-    Found,
     Layer,
     LayerOps,
     Plan,
     Program,
     Rest,
+    SearchRecord,
     Stage,
     Stored,
 )
@@ -70,7 +70,7 @@ def plan_of(layers: int = 6, **changes: Any) -> Plan:
         rest=Rest(("9",), (("8", 0),), (("7", Computed("constant", results=(ShardSpec(()),), stage=1)),)),
         forecast=Estimate(seconds=0.25, memory=(1 << 30, 1 << 29)),
         baselines={"dp=8": 0.5, "tp=8": "too large"},
-        search=Found(
+        search=SearchRecord(
             mode="auto", status="feasible", bound=0.2, gap=0.25, seconds=3.0, settings={"seconds": 30.0}
         ),
         decisions={

@@ -25,7 +25,7 @@ from distgraph.passes.search.intra_op.chosen_layouts import Profile
 from distgraph.plan.plan import Decision, Plan
 from distgraph.plan.plan_diff import difference
 
-_RECOMPUTED = "computed again in the backward part"
+_RECOMPUTED = "recomputed in the backward part"
 _NOT_FORECAST = "no other choice was forecast: some are, while there is time"
 _GIVEN = "no other choice was forecast: its mesh is given"
 

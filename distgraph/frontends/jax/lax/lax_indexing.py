@@ -46,8 +46,8 @@ def _gather(
         gathered = _rows_taken(x, ids, numbers, sizes, mapped, batching, index_batching)
     if inside is None:
         return gathered
-    kept = [d for d in range(gathered.ndim) if d not in numbers.offset_dims]
-    shape = tuple(n if d in kept else 1 for d, n in enumerate(gathered.shape))
+    rest = [d for d in range(gathered.ndim) if d not in numbers.offset_dims]
+    shape = tuple(n if d in rest else 1 for d, n in enumerate(gathered.shape))
     return ops.where(ops.reshape(inside, shape), gathered, fill_value)
 
 
@@ -99,13 +99,13 @@ def _simple(x: Any, ids: Any, numbers: Any, sizes: tuple[int, ...]) -> Any:
         n = positions.ndim
         offsets = iter(range(n, n + len(others)))
         front = iter(range(n))
-        wanted = [next(offsets) if d in numbers.offset_dims else next(front) for d in range(gathered.ndim)]
+        target = [next(offsets) if d in numbers.offset_dims else next(front) for d in range(gathered.ndim)]
         now = [
             *range(n, n + dim),
             *range(n),
             *range(n + dim, gathered.ndim),
         ]  # positions replace the dim
-        order = tuple(now.index(i) for i in wanted)
+        order = tuple(now.index(i) for i in target)
         return gathered if order == tuple(range(gathered.ndim)) else ops.transpose(gathered, order)
     along = list(batching) == others and positions.ndim == x.ndim and not numbers.offset_dims
     if along and tuple(numbers.start_indices_batching_dims) == tuple(others):
@@ -137,8 +137,8 @@ def _rows_taken(
     gathered = emit_one("take", rows, flat, dim=0)
     # dims of the result so far: batch dims, window dims, whole dims
     offsets = dict(zip([*window, *whole], range(lead, gathered.ndim), strict=True))
-    kept = [d for d in range(x.ndim) if d not in gone]
-    slots = iter(kept)
+    remaining = [d for d in range(x.ndim) if d not in gone]
+    slots = iter(remaining)
     front = iter(range(lead))
     order = [offsets[next(slots)] if d in numbers.offset_dims else next(front) for d in range(gathered.ndim)]
     return gathered if order == list(range(gathered.ndim)) else ops.transpose(gathered, tuple(order))
@@ -165,8 +165,8 @@ def _flat_positions(
             column = _column(ids, mapped.index(d))
             parts.append(_with_dims(column, (*column.shape, *(1 for _ in window))))
         if d in batching:
-            at = index_batching[batching.index(d)]
-            parts.append(_line(shape[d], at, rank))
+            index_dim = index_batching[batching.index(d)]
+            parts.append(_line(shape[d], index_dim, rank))
         if d in window:
             parts.append(_line(sizes[d], lead + window.index(d), rank))
         for part in parts:
@@ -205,16 +205,16 @@ def _scattered(x: Any, indices: Any, updates: Any, numbers: Any, mode: Any) -> t
     mapped = tuple(numbers.scatter_dims_to_operand_dims)
     batching = tuple(numbers.operand_batching_dims)
     gone = {*numbers.inserted_window_dims, *batching}
-    kept = [d for d in range(x.ndim) if d not in gone]
+    remaining = [d for d in range(x.ndim) if d not in gone]
     lead = [d for d in range(updates.ndim) if d not in numbers.update_window_dims]
     sizes = [1] * x.ndim
-    for d, update_dim in zip(kept, numbers.update_window_dims, strict=True):
+    for d, update_dim in zip(remaining, numbers.update_window_dims, strict=True):
         sizes[d] = updates.shape[update_dim]
-    window = [d for d in kept if d in mapped or sizes[d] != x.shape[d]]
-    whole = [d for d in kept if d not in window]
+    window = [d for d in remaining if d in mapped or sizes[d] != x.shape[d]]
+    whole = [d for d in remaining if d not in window]
     indexed = [d for d in range(x.ndim) if d not in whole]
     highest = [x.shape[d] - sizes[d] for d in mapped]
-    order = [*lead, *(numbers.update_window_dims[kept.index(d)] for d in (*window, *whole))]
+    order = [*lead, *(numbers.update_window_dims[remaining.index(d)] for d in (*window, *whole))]
     updates = updates if order == list(range(updates.ndim)) else ops.transpose(updates, tuple(order))
     if mode.name == _FILL:
         inside = _inside(ids, highest)
@@ -273,8 +273,8 @@ def _scatter(
 def _highest(x: Any, updates: Any, numbers: Any) -> list[int]:
     """Largest position in each indexed dim at which an update fits."""
     gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
-    kept = [d for d in range(x.ndim) if d not in gone]
+    remaining = [d for d in range(x.ndim) if d not in gone]
     sizes = dict(
-        zip(kept, (updates.shape[update_dim] for update_dim in numbers.update_window_dims), strict=True)
+        zip(remaining, (updates.shape[update_dim] for update_dim in numbers.update_window_dims), strict=True)
     )
     return [x.shape[d] - sizes.get(d, 1) for d in numbers.scatter_dims_to_operand_dims]

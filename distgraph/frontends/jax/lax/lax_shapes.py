@@ -17,9 +17,9 @@ from distgraph.tracing.tensor import emit_one
 @primitive("broadcast_in_dim")
 def _broadcast(x: Any, *dynamic: Any, shape: Any, broadcast_dimensions: Any, **params: Any) -> Any:
     lengths = {int(d): n for d, n in zip(broadcast_dimensions, x.shape, strict=True)}
-    kept = tuple(lengths.get(d, 1) for d in range(len(shape)))
-    x = ops.reshape(x, kept) if kept != tuple(x.shape) else x
-    return ops.broadcast_to(x, tuple(shape)) if kept != tuple(shape) else x
+    lengths_in_place = tuple(lengths.get(d, 1) for d in range(len(shape)))
+    x = ops.reshape(x, lengths_in_place) if lengths_in_place != tuple(x.shape) else x
+    return ops.broadcast_to(x, tuple(shape)) if lengths_in_place != tuple(shape) else x
 
 
 @primitive("reshape")

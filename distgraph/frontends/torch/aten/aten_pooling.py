@@ -69,9 +69,9 @@ def _max_pool(dims: int) -> None:
         shape = (*x.shape[: x.ndim - dims], *output_size)
         flat = (*shape[: x.ndim - dims], -1)
         ids, size = ops.reshape(places, flat), math.prod(output_size)
-        at = {"dim": ids.ndim - 1, "size": size}
-        total = emit_one("put_along", ops.reshape(x, flat), ids, **at)
-        count = emit_one("put_along", ops.full(ids.shape, 1, x.dtype), ids, **at)
+        target = {"dim": ids.ndim - 1, "size": size}
+        total = emit_one("put_along", ops.reshape(x, flat), ids, **target)
+        count = emit_one("put_along", ops.full(ids.shape, 1, x.dtype), ids, **target)
         return ops.reshape(total / ops.maximum(count, 1), shape)
 
 
@@ -95,8 +95,8 @@ def _places(x: Any, shape: Any, window: Any, steps: Any, pads: Any) -> Any:
         places.append(flat)
     best = ops.argmax(ops.stack(parts, -1), -1, keepdims=True)
     table = Trace.current().constant(np.stack(places, -1).astype(np.int64))
-    found = ops.take_along(ops.broadcast_to(table, (*shape, len(parts))), best, -1)
-    return ops.squeeze(found, -1)
+    positions = ops.take_along(ops.broadcast_to(table, (*shape, len(parts))), best, -1)
+    return ops.squeeze(positions, -1)
 
 
 def _padded_max(x: Any, window: Any, steps: Any, pads: Any, ceil: bool) -> Any:
