@@ -1,6 +1,7 @@
 """Bytes that one rank sends: annotated programs completed by distgraph beside XLA's two partitioners.
 
-    python benchmarks/comm_bytes.py [FILE] [--only REGEX] [--check] [--no-refine] [--print] [--json OUT]
+    python benchmarks/comm_bytes.py [FILE] [--only REGEX] [--check] [--refine always|conflicts|never]
+                                    [--print] [--json OUT]
 
 FILE (default `data/gspmd_comm.json`) names programs of `communication_programs` with the mesh, the shape,
 dtype and layout of every argument, and the layout of the results (none = the partitioner chooses, but no
@@ -9,6 +10,8 @@ sends in one step under ring algorithms, as the rank programs say; XLA = the sma
 all-reduce whose users only slice it counted as reduce-scatter (XLA on CPU forms none by itself). An
 all-reduce costs 2(g-1)/g of its bytes, all-gather, reduce-scatter and all-to-all (g-1)/g of the whole, a
 permute its block.
+
+`--refine` is that of `Strategy`: by default layouts without annotations are searched ("always").
 
 `--check` also runs every program on in-process ranks with random numbers and compares all results with the
 serial interpretation: a layout that saves bytes but computes something else does not count. Where rounding in
@@ -57,6 +60,7 @@ from distgraph.ir.reference_interpreter import interpret
 from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
 from distgraph.passes.choose_completion import choose_completion
 from distgraph.passes.complete import complete
+from distgraph.plan.strategy import REFINE
 from distgraph.runtime.execute.process_group import InProcessWorld
 from distgraph.runtime.execute.worker import Worker
 from distgraph.runtime.program.build import Build, build
@@ -211,13 +215,17 @@ def _lists(tree: Any) -> Any:
     return {key: _lists(part) for key, part in tree.items()}
 
 
-def measure(case: Case, *, search: bool = True, check: bool = False) -> Result:
-    """Complete, partition and count one case. Raises AssertionError when a result is left partial."""
+def measure(case: Case, *, refine: str = "always", check: bool = False) -> Result:
+    """Complete, partition and count one case; `refine` is that of `Strategy`.
+
+    Raises AssertionError when a result is left partial.
+    """
     traced = trace_case(case)
     start = time.perf_counter()
     graph = complete(traced, case.mesh)
     middle = time.perf_counter()
-    graph = choose_completion(traced, case.mesh) if search else graph
+    if refine != "never":
+        graph = choose_completion(traced, case.mesh, search=refine == "always")
     end = time.perf_counter()
     built = build(graph)
     for label, value in built.lowered.outputs:
@@ -228,7 +236,7 @@ def measure(case: Case, *, search: bool = True, check: bool = False) -> Result:
     error = largest_error(case, traced, built) if check else float("nan")
     if error > TOLERANCE and widened(case) != case:
         # a gate (relu, argmax) may turn over within the rounding of fp32; in fp64 a wrong layout stays wrong
-        error = measure(widened(case), search=search, check=True).error
+        error = measure(widened(case), refine=refine, check=True).error
     return Result(case, built, traced, ours, (middle - start, end - middle), error)
 
 
@@ -320,7 +328,7 @@ def main() -> int:
     )
     for case in cases:
         try:
-            result = measure(case, search=not options.no_refine, check=options.check)
+            result = measure(case, refine=options.refine, check=options.check)
         except (DistGraphError, AssertionError, KeyError, ArithmeticError, ValueError, TypeError) as error:
             if options.stop:
                 raise
@@ -355,9 +363,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--check", action="store_true", help="run every program and compare with the serial one"
     )
-    parser.add_argument(
-        "--no-refine", action="store_true", help="completion alone, without the search over borders"
-    )
+    parser.add_argument("--refine", choices=REFINE, default="always", help="as of Strategy")
     parser.add_argument("--print", action="store_true", help="the lowered graph of every case")
     parser.add_argument("--stop", action="store_true", help="raise at the first case that fails")
     parser.add_argument("--quick", action="store_true", help="accepted for uniformity; the full run is quick")

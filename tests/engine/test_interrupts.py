@@ -16,7 +16,7 @@ import pytest
 
 import distgraph as dg
 from distgraph.cli import entry
-from distgraph.engine import engine as engine_module
+from distgraph.engine.checkpoints import saving
 from distgraph.engine.commands.interrupt import deferred, remembered
 from distgraph.runtime.execute.process_group import InProcessWorld
 
@@ -114,13 +114,13 @@ def trained(ranks: int) -> dg.Engine:
 def test_a_checkpoint_that_is_being_written_is_completed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ranks: int
 ) -> None:
-    engine, write = trained(ranks), engine_module.write_checkpoint
+    engine, write = trained(ranks), saving.write_checkpoint
 
     def pressed(*given: Any) -> None:
         press()
         write(*given)
 
-    monkeypatch.setattr(engine_module, "write_checkpoint", pressed)
+    monkeypatch.setattr(saving, "write_checkpoint", pressed)
     with pytest.raises(KeyboardInterrupt):
         engine.save(tmp_path)
     again = trained(ranks)
