@@ -60,6 +60,7 @@ def form(tuned: LayerTuning) -> str | None:
     return tuned.dataflow
 
 
+@cache
 def simulated(tuned: LayerTuning, mesh_shape: tuple[int, int], algorithm: str) -> float | None:
     """Seconds of a layer under the simulated clock; None for an algorithm or dataflow without a program."""
     if algorithm not in MATMUL_ALGORITHMS or form(tuned) is None:
