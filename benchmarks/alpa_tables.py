@@ -37,11 +37,11 @@ History (mean error of the rows that were forecast to fit; predicted, measured):
     "shard-largest" splits the input too, as its source does   less than 14 % for GPT     GPT 21, MoE 16,
                                                                Wide-ResNet 40 %: kept, it is what was run
 
-Last figures, of one whole run (9.8 minutes of CPU time for everything, on 2 cores shared with much other
-work, which took it 30 by the clock): 11.1 % over all 104 rows that ran and whose plan can be expressed (GPT
-4.6 %, MoE 9.7, Wide-ResNet 18.0; ablations in a machine 8.0, 13.0 and 16.9; cuts of GPT 4.9, of Wide-ResNet
-14.7), median 6.3 %. All 18 entries out of memory are forecast so, and no row that ran. Peaks of memory are
-12.5 % off.
+Last figures, of one whole run by the product's forecast under runtime models (9.7 minutes of CPU time for
+everything, on 2 cores shared with much other work, which took it 45 by the clock): 11.1 % over all 104 rows
+that ran and whose plan can be expressed (GPT 4.6 %, MoE 9.8, Wide-ResNet 16.7; ablations in a machine 10.4,
+13.1 and 16.5; cuts of GPT 4.9, of Wide-ResNet 14.4), median 6.5 %. All 18 entries out of memory are forecast
+so, and no row that ran. Peaks of memory are 12.5 % off.
 
 Not forecast, by rule: "equal operator" (6 rows), which cuts inside blocks; where is not recorded. A star
 marks rows of which something is not recorded (numbers of micro-batches tried, splits that Alpa's solver

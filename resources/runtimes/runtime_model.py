@@ -84,15 +84,19 @@ class Messages:
 @documented(complete=False)
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """Reductions of gradients that are scattered, so that every rank keeps a part (ZeRO).
+    """Reductions of gradients.
 
     Attributes:
-        each_micro_batch: whether they run after every micro-batch; else after the last.
+        reduce: "backward" if the backward task of the last micro-batch of a stage reduces them, before the
+            stages in front of it can go on; "end" if every rank does so after its last micro-batch.
+        each_micro_batch: whether gradients that are scattered, so that every rank keeps a part (ZeRO), are
+            reduced after every micro-batch; else after the last.
         scatter: "ring" for a reduce_scatter of the collective library; "chain" for one reduction to each rank
             after the other, which sends all bytes over every link of a chain of the n ranks: n / (n - 1) as
             many.
     """
 
+    reduce: Literal["backward", "end"] = "backward"
     each_micro_batch: bool = False
     scatter: Literal["ring", "chain"] = "ring"
 

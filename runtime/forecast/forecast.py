@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 
 from distgraph.errors import ResourceError
 from distgraph.ir.graph import Op
-from distgraph.passes.partition import RankProgram
+from distgraph.passes.partition import LocalTask, RankProgram
 from distgraph.plan.forecast_errors import ForecastErrors, Interval, Uncertain
 from distgraph.resources import Cluster, ComputeCost, RankMapping
 from distgraph.resources.runtimes.load_runtime import default_runtime, load_runtime
@@ -400,13 +400,17 @@ class _Forecaster:
         }
         newest = model.program.graph.micro_batches - 1
         pending: dict[str, float] = {}
+        postponed: list[LocalTask] = []
         for name, micro in order:
             if name in bodies and micro != newest:
                 pending = remaining(pending, bodies[name].seconds) if pending else pending
                 continue
             task = tasks[task_names[name]]
             after = None if task.per_micro else pending
-            last = streams.run(task, last=True, pending=after, trace=self.trace)
+            ends = not task.per_micro and task.kind != "load"
+            reduced = postponed if ends else []
+            last = streams.run(task, last=True, pending=after, postponed=reduced, trace=self.trace)
+            postponed = [] if ends else [*postponed, *([task] if streams.postpones(task) else [])]
             pending = {} if not task.per_micro else {**remaining(pending, last.seconds), **last.late}
             body, last = (renamed(time, values_here) for time in (bodies.get(name, last), last))
             stage = self.build.parts.stages[name]

@@ -23,7 +23,7 @@ program waits for the others where they start.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 
@@ -120,10 +120,18 @@ class Streams:
         hardware = ops.cost.cluster.devices[ops.device]
         self.runtime = runtime or default_runtime(hardware.type)
         self.host = hardware.compute.host.replaced_by(self.runtime.host)
+        updates = any(not task.per_micro and task.kind != "load" for task in program.tasks)
+        self._reduces_at_end = updates and self.runtime.gradients.reduce == "end"
         self._priced_ops: dict[str, list[_PricedOp]] = {}
 
     def run(
-        self, task: LocalTask, *, last: bool, pending: Mapping[str, float] | None = None, trace: bool = False
+        self,
+        task: LocalTask,
+        *,
+        last: bool,
+        pending: Mapping[str, float] | None = None,
+        postponed: Sequence[LocalTask] = (),
+        trace: bool = False,
     ) -> TaskTime:
         """One run of a task.
 
@@ -132,9 +140,19 @@ class Streams:
             last: whether it is the run of the last micro-batch; always true for a task that runs once per
                 step.
             pending: value -> seconds until the collective of another task that computes it ends.
+            postponed: tasks whose reductions of gradients run before the ops of this one; see `postpones`.
             trace: whether to list the spans.
         """
-        return _Run(self, task, last or not task.per_micro, dict(pending or {}), trace).time()
+        return _Run(self, task, last or not task.per_micro, dict(pending or {}), trace).time(postponed)
+
+    def postpones(self, task: LocalTask) -> bool:
+        """Whether the reductions of gradients in a task run after all micro-batches (`Gradients.reduce`)."""
+        scatters = self.runtime.gradients.each_micro_batch and scatters_gradients(task)
+        return self._reduces_at_end and task.per_micro and task.kind != "forward" and not scatters
+
+    def reductions(self, task: LocalTask) -> list[_PricedOp]:
+        """The ops that reduce the gradients of a task; sends to other stages stay where they are."""
+        return [step for step in self.steps(task) if step.local.tail and step.local.mode != "send"]
 
     def steps(self, task: LocalTask) -> list[_PricedOp]:
         """The ops of a task, priced once for all of its runs."""
@@ -242,10 +260,13 @@ class _Run:
         self.linked: dict[str, float] = {}
         self.spans: list[Span] = []
 
-    def time(self) -> TaskTime:
+    def time(self, postponed: Sequence[LocalTask] = ()) -> TaskTime:
+        for task in postponed:
+            self._reduce(self.streams.reductions(task))
+        later = self.streams.postpones(self.task)
         for step in self.streams.steps(self.task):
             local = step.local
-            if local.tail and not self.last:
+            if local.tail and (not self.last or (later and local.mode != "send")):
                 continue
             self._wait_for(step.waits)
             for value in local.op.operands if self.pending and local.mode != "recv" else ():
@@ -281,6 +302,13 @@ class _Run:
             remaining,
             tuple(self.spans),
         )
+
+    def _reduce(self, reductions: Sequence[_PricedOp]) -> None:
+        """Run the reductions of gradients of another task to their end."""
+        for step in reductions:
+            self._wait_for(step.waits)
+            self._execute(step)
+        self._wait_for(tuple(self.ends))
 
     def _wait_for(self, values: tuple[str, ...]) -> None:
         for value in values:

@@ -12,7 +12,7 @@ from support.paths import BENCHMARKS, ROOT
 from support.programs.forecasts import WAITING
 
 from benchmarks import vtrain
-from benchmarks.support.megatron.measured_runs import seconds_of_run
+from benchmarks.support.megatron.measured_runs import forecasts_of
 from benchmarks.support.megatron.training_cost import Costs
 from benchmarks.support.megatron.training_program import Run, Shape, gpt_build, read_runs
 from distgraph.errors import ResourceError
@@ -91,6 +91,17 @@ def test_the_closed_form_is_the_forecast(sizes, issue):
         (256, 4, 128, 2, 1, 2, 1, 3, 2),
         (256, 4, 128, 1, 2, 1, 2, 4, 6),  # softmax of matrices that do not come by fours
         (256, 4, 128, 2, 4, 1, 3, 6, 5),
+        (
+            512,
+            8,
+            256,
+            2,
+            1,
+            8,
+            4,
+            8,
+            3,
+        ),  # gradients are reduced between machines in a pipeline of four stages
     ],
 )
 def test_the_closed_form_that_is_fitted_is_the_forecast_of_measured_runs(sizes):
@@ -98,7 +109,24 @@ def test_the_closed_form_that_is_fitted_is_the_forecast_of_measured_runs(sizes):
     run = run_of(*sizes)
     values = {**vtrain.FIXED, **{p.name: p.start for p in vtrain.PARAMETERS}}
     closed = Costs([run], load_cluster(CLUSTER)).seconds(values)
-    assert seconds_of_run(run, [values])[0] == pytest.approx(closed[0], rel=5e-3)
+    ((found,),) = forecasts_of([run], [[values]])
+    assert found.seconds == pytest.approx(closed[0], rel=5e-3)
+
+
+def test_a_run_is_forecast_the_same_beside_one_with_more_micro_batches():
+    few, many = (run_of(256, 4, 128, 2, 1, 2, 2, 4, count) for count in (2, 5))
+    values = {**vtrain.FIXED, **{p.name: p.start for p in vtrain.PARAMETERS}}
+    apart = [forecasts_of([run], [[values]])[0] for run in (few, many)]
+    assert forecasts_of([few, many], [[values]] * 2) == apart
+    assert apart[0][0].seconds < apart[1][0].seconds
+
+
+def test_a_sample_has_every_layout_of_every_hidden_size():
+    runs = read_runs(BENCHMARKS / "data" / "vtrain" / "measured_multi.csv")
+    chosen = [runs[row] for row in vtrain.sample(runs, 3)]
+    assert 19 <= len(chosen) < len(runs)
+    layouts = [{(run.hidden, run.tp, run.pp) for run in some} for some in (runs, chosen)]
+    assert layouts[0] == layouts[1]
 
 
 @pytest.fixture(scope="module")

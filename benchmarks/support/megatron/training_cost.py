@@ -199,18 +199,24 @@ class Costs:
         return price, issued
 
     def tasks(self, values: Values) -> Array:
-        """Seconds of every task [run, stage, kind]: at least as long as the host needs to issue it; of tail
-        what it adds to backward.
+        """Seconds of every task [run, stage, kind]: at least as long as the host needs to issue it.
+
+        The reduction of gradients (tail) is what it adds to backward as distgraph runs it (`plain`); in the
+        runtime model of Megatron-LM it is part of the optimize task.
         """
         price, issued = self.prices(values)
         shape = (len(self.runs), len(STAGES), len(KINDS))
         device = (self._counts @ price).reshape(shape)
         host = values["issue"] * (self._counts @ issued).reshape(shape)
-        backward, tail = KINDS.index("backward"), KINDS.index("tail")
+        backward, tail, optimize = (KINDS.index(kind) for kind in ("backward", "tail", "optimize"))
         for each in (device, host):
-            each[:, :, tail] += each[:, :, backward]
+            if self.plain:
+                each[:, :, tail] += each[:, :, backward]
+            else:
+                each[:, :, optimize] += each[:, :, tail]
+                each[:, :, tail] = 0.0
         found = np.maximum(device, host)
-        found[:, :, tail] -= found[:, :, backward]
+        found[:, :, tail] -= found[:, :, backward] if self.plain else 0.0
         return found
 
     def seconds(self, values: Values) -> Array:
@@ -220,9 +226,7 @@ class Costs:
         forward = forward + values.get("micro", 0.0)
         found = np.empty(len(self.runs))
         for at, run in enumerate(self.runs):
-            held = tail[at] if self.plain else 0.0 * tail[at]
-            once = tail[at] + optimize[at] - held
-            times = np.array([load[at], forward[at], backward[at], held, once])
+            times = np.array([load[at], forward[at], backward[at], tail[at], optimize[at]])
             end = one_forward_one_backward(run.pp, run.micro_batches, times, self._transfer(at, values))
             found[at] = end + values.get("step", 0.0)
         return found

@@ -110,10 +110,10 @@ def fit(
         residuals, start, bounds=(low, high), x_scale="jac", diff_step=[1e-4], max_nfev=200
     )
     slopes: Array = np.asarray(solved.jac, float)
-    covariance = np.linalg.pinv(slopes.T @ slopes)
+    variances = np.sum(np.linalg.pinv(slopes) ** 2, axis=1)  # the diagonal of (slopes.T @ slopes)^-1
     freedom = max(1, len(chosen) - len(parameters))
     noise = float(np.sum(residuals(solved.x)[: len(chosen)] ** 2)) / freedom
-    spreads = np.sqrt(np.diag(covariance) * max(noise, 1e-12))
+    spreads = np.sqrt(variances * max(noise, 1e-12))
     fitted = values(solved.x)
     error = float(np.mean(deviations(forecast(fitted)[chosen], measured[chosen])))
     return Fit(fitted, {p.name: float(s) for p, s in zip(parameters, spreads, strict=True)}, error)

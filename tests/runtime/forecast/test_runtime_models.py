@@ -11,7 +11,14 @@ from distgraph.errors import ResourceError
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.resources.host_times import HostTimes
 from distgraph.resources.runtimes.load_runtime import default_runtime
-from distgraph.resources.runtimes.runtime_model import Kernels, Memory, Messages, Overlap, RuntimeModel
+from distgraph.resources.runtimes.runtime_model import (
+    Gradients,
+    Kernels,
+    Memory,
+    Messages,
+    Overlap,
+    RuntimeModel,
+)
 from distgraph.runtime.forecast.forecast import Forecast, forecast, out_of_memory
 from distgraph.runtime.program.build import Build
 
@@ -27,8 +34,8 @@ def pipeline(micro_batches: int = 3) -> Build:
     return chain(64, [64] * 3, [grid(0, x=1), grid(1, x=1)], micro_batches)
 
 
-def with_runtime(build: Build, runtime: RuntimeModel | str | None) -> Forecast:
-    return forecast(build, machines(2), runtime=runtime)
+def with_runtime(build: Build, runtime: RuntimeModel | str | None, devices: int = 2) -> Forecast:
+    return forecast(build, machines(devices), runtime=runtime)
 
 
 def test_without_a_runtime_distgraph_executes():
@@ -51,6 +58,34 @@ def test_collectives_overlap_by_what_they_are_for():
     hidden = with_runtime(build, gradients)
     assert hidden.step_seconds < waiting.step_seconds
     assert hidden.step_seconds == with_runtime(build, OVERLAPPED).step_seconds
+
+
+def test_gradients_reduced_at_the_end_do_not_delay_the_stages_in_front():
+    """In backward tasks, one stage after the other waits for its reductions; at the end all do at once."""
+    stages = [grid(2 * stage, dp=2) for stage in range(3)]
+    build = chain(64, [64] * 4, stages, 4)
+    waiting = with_runtime(build, WAITING, 6)
+    at_end = with_runtime(build, replace(WAITING, gradients=Gradients(reduce="end")), 6)
+    reductions = []
+    for stage in range(3):
+        task = waiting.tasks[f"backward.s{stage}"]
+        reductions.append(task.last.communication - task.body.communication)
+        assert at_end.tasks[f"backward.s{stage}"].last == task.body
+        ends = [forecast.tasks[f"optimize.s{stage}"].last for forecast in (waiting, at_end)]
+        assert ends[1].communication - ends[0].communication == pytest.approx(reductions[-1])
+        assert ends[1].seconds - ends[0].seconds == pytest.approx(reductions[-1])
+    assert min(reductions) > 0
+    # The reductions of the two later stages no longer stand before the last backward task of the first.
+    assert waiting.step_seconds - at_end.step_seconds == pytest.approx(sum(reductions[1:]), rel=0.01)
+    assert dict(at_end.traffic) == pytest.approx(dict(waiting.traffic))
+
+
+def test_gradients_that_are_reduced_on_one_stage_take_as_long_at_its_end():
+    build = data_parallel()
+    at_end = with_runtime(build, replace(WAITING, gradients=Gradients(reduce="end")))
+    assert at_end.step_seconds == pytest.approx(with_runtime(build, WAITING).step_seconds)
+    overlapped = replace(WAITING, gradients=Gradients(reduce="end"), overlap=Overlap(gradients="all"))
+    assert with_runtime(build, overlapped).step_seconds == pytest.approx(at_end.step_seconds)
 
 
 def test_a_blocking_message_stops_both_ends():
