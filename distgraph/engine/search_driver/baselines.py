@@ -41,15 +41,12 @@ from distgraph.passes.matmul_algorithms.product_seconds import ALGORITHMS
 
 _UNIFORM: tuple[Restriction, ...] = ("uniform", "zero1", "zero3", "none")
 _MOST_SHAPES = 3
-"""Shapes of the mesh of mode mesh2d whose programs are forecast; the tuner's estimate orders them."""
-_MOST_SHAPES_OF_AUTO = 2
-"""The same in mode auto, where the products of a shape alone take less than the best step so far."""
+"""Shapes of the mesh of mode mesh2d whose programs are forecast, the best ones by the tuner's estimate; in
+mode auto only those whose products alone take less than the best step so far."""
 _NEEDED_SPLIT = {2: 1, 3: 3}
 """Level of ZeRO -> what layouts have to split for it to have an effect: states, or parameters."""
 _MOST_ZERO_OPS = 4_000
 """Ops of a serial graph up to which all levels of ZeRO are forecast."""
-_MOST_COUNTS = 3
-"""Micro-batch counts with which data parallelism is forecast under one level of ZeRO."""
 _MOST_AXES = 4
 """Axes of a program of double recursion, at most: between layouts on more, changes of layout take minutes to
 find (see `recursive`)."""
@@ -149,7 +146,7 @@ def _evaluate_data_parallel_zero(state: SearchState, level: int) -> Generator[Ev
     name, devices = f"data parallel, ZeRO-{level}", state.layout_costs.devices
     decisions = replace(state.constraints.start, zero=level)
     every = sorted(state.pipelines.counts)
-    for _ in range(_MOST_COUNTS):
+    for _ in range(FORECASTS):
         yield Event(name)
         program = data_parallel(state.layout_costs, devices, name, decisions=decisions)
         if isinstance(program, str):
@@ -231,7 +228,7 @@ def evaluate_mesh2d_where_it_gains(state: SearchState) -> Iterator[Event]:
         limit, fits = math.inf if best is None else best.seconds, False
         if state.single_stage_breaks() or state.layout_costs.named_axes or not executes.matmul_algorithms:
             return
-        for build in mesh2d_where_it_gains(state.layout_costs, micro_batches, limit, _MOST_SHAPES_OF_AUTO):
+        for build in mesh2d_where_it_gains(state.layout_costs, micro_batches, limit, _MOST_SHAPES):
             if state.expired():
                 return
             yield Event("mesh2d, meshslice")

@@ -35,8 +35,6 @@ _MOST_MEMORY = 1.1
 """Share of the memory that a neighbour may need by the estimate, which is above or below the forecast."""
 _MOST_STAGES = 16
 """Stages of a pipeline whose stages are reshaped, at most: longer ones have too many such neighbours."""
-_MOST_SUBSTITUTED = 2
-"""Pipelines that are forecast, at most, under a schedule for which no stages are searched."""
 _CHUNKS = 2
 """Times that a micro-batch reaches a stage under schedules that interleave stages."""
 _LOWER_MULTIPLIERS = (0.25, 0.5)
@@ -83,7 +81,7 @@ def evaluate_substituted_schedules(state: SearchState) -> Iterator[Event]:
     for schedule in schedules:
         foremost = sorted(_under(state, schedule), key=lambda candidate: candidate.estimate)
         unique = {each.decisions: each for each in foremost if each.decisions not in evaluated}
-        for candidate in list(unique.values())[:_MOST_SUBSTITUTED]:
+        for candidate in list(unique.values())[:FORECASTS]:
             if state.expired() or candidate.estimate > state.best.seconds:
                 break
             try:

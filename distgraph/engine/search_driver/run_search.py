@@ -15,6 +15,9 @@ pipeline are left out from then on. A pipeline that does not fit memory by its f
 less memory. The neighbours of the pipelines that were forecast, uniform ones included, are forecast too
 (`local_search`), fewer of larger programs.
 
+Constants are named where they are used. `benchmarks/support/search_sensitivity.py` halves and doubles each;
+benchmarks/HISTORY.md has what that changes.
+
 Source: Zheng et al., Alpa (OSDI 2022), sections 4 and 5; the comparison by forecast instead of by estimate is
 ours.
 """
