@@ -20,11 +20,18 @@ from distgraph.cli.script_options import (
     refuse_option_of_script,
     split_options,
     strategy_text,
+    take_repeated,
 )
 from distgraph.errors import GraphError
 from distgraph.runtime.job.job_files import CLUSTER_VARIABLE, PLAN_VARIABLE, STRATEGY_VARIABLE
+from distgraph.runtime.launch.hosts import Host
 from distgraph.runtime.launch.launch import launch
 
+ELASTIC = typer.Option("--elastic", help="Go on with the ranks that are left when some are lost.")
+RESTARTS = typer.Option("--restarts", help="With --elastic: how often the job is started again after a loss.")
+SEARCH_SECONDS = typer.Option(
+    "--search-seconds", help="With --elastic: limit of a search for the ranks that are left."
+)
 LAUNCHER = typer.Option("--launcher", help="What starts ranks on several hosts: mpiexec or srun.")
 
 
@@ -34,36 +41,60 @@ def run(
     ranks: Annotated[
         int | None, typer.Option("-n", help="Number of ranks; by default that of the plan, else 1.")
     ] = None,
-    plan: Annotated[str, PLAN] = "",
+    plan: Annotated[list[str] | None, PLAN] = None,
     cluster: Annotated[str, CLUSTER] = "",
     precision: Annotated[str, PRECISION] = "",
     strategy: Annotated[str, STRATEGY] = "",
     hosts: Annotated[str, HOSTS] = "",
     hostfile: Annotated[str, HOSTFILE] = "",
     launcher: Annotated[str, LAUNCHER] = "mpiexec",
+    elastic: Annotated[bool, ELASTIC] = False,
+    restarts: Annotated[int, RESTARTS] = 3,
+    search_seconds: Annotated[float, SEARCH_SECONDS] = 60.0,
 ) -> None:
     """Run a script on N MPI ranks of this machine, or of the hosts that are named.
 
     Without --hosts and --hostfile the hosts are those that Slurm, PBS, Open MPI or the MPI operator of
     Kubernetes have set in the environment, else this machine. With --plan every rank runs on the machine and
     device that the plan has chosen; the hosts are checked before a rank starts.
+
+    With --elastic the job goes on with the ranks that are left when some are lost, and with ranks that are
+    added to the hostfile (docs/elastic.md); --plan may be given several times then.
     """
     if ranks is None:
         refuse_option_of_script("run", "-n", script, args)
-    named = {"--plan": plan, "--cluster": cluster, "--hosts": hosts, "--hostfile": hostfile}
+    named = {"--cluster": cluster, "--hosts": hosts, "--hostfile": hostfile}
     named |= {"--precision": precision, "--strategy": strategy}
-    (plan, cluster, hosts, hostfile, precision, strategy), left = split_options(named, args)
+    behind, args = take_repeated("--plan", args)
+    plans = [*(plan or []), *behind]
+    (cluster, hosts, hostfile, precision, strategy), left = split_options(named, args)
     needed, env, made = 1, dict(os.environ), None
     if cluster:
         distgraph.load_cluster(cluster)  # reports an error in the file once, instead of on every rank
         env[CLUSTER_VARIABLE] = str(Path(cluster).resolve()) if Path(cluster).is_file() else cluster
     if fields := strategy_text(precision, strategy):
         env[STRATEGY_VARIABLE] = fields
-    if plan:
-        made = distgraph.Plan.load(plan)
-        needed, env[PLAN_VARIABLE] = max(made.ranks) + 1, str(Path(plan).resolve())
+    if elastic:
+        listed = given_hosts("run", hosts, hostfile)
+        raise typer.Exit(
+            _run_elastic(
+                [script, *left],
+                ranks,
+                plans,
+                listed,
+                hostfile,
+                (restarts, search_seconds, launcher),
+                env,
+            )
+        )
+    if len(plans) > 1:
+        raise GraphError(f"run: plans {plans[0]} and {plans[1]} are for one job; give one, or --elastic")
+    if plans:
+        (plan_path,) = plans
+        made = distgraph.Plan.load(plan_path)
+        needed, env[PLAN_VARIABLE] = max(made.ranks) + 1, str(Path(plan_path).resolve())
         if ranks is not None and ranks < needed:
-            raise GraphError(f"run: plan {plan} needs {needed} ranks but -n is {ranks}; leave out -n")
+            raise GraphError(f"run: plan {plan_path} needs {needed} ranks but -n is {ranks}; leave out -n")
     count, listed = needed if ranks is None else ranks, given_hosts("run", hosts, hostfile)
     if not listed:
         raise typer.Exit(launch(count, [script, *left], env=env))
@@ -75,8 +106,49 @@ def run(
         [script, *left],
         listed,
         placement=placement,
-        plan=f"plan {plan}",
+        plan=f"plan {plans[0]}" if plans else "the plan",
         launcher=launcher,
         env=env,
     )
     raise typer.Exit(code)
+
+
+def _run_elastic(
+    argv: list[str],
+    ranks: int | None,
+    plans: list[str],
+    hosts: tuple[Host, ...],
+    hostfile: str,
+    options: tuple[int, float, str],
+    env: dict[str, str],
+) -> int:
+    """Run an elastic job. Returns its exit code.
+
+    Args:
+        argv: script and arguments.
+        ranks: most ranks that are used; None for those of the largest plan, or all slots.
+        plans: paths of plans.
+        hosts: host list; empty for this machine.
+        hostfile: path of the host list, if it was read from a file.
+        options: restarts, seconds of a search, and what starts ranks on several hosts.
+        env: environment of the ranks.
+    """
+    from distgraph.runtime.launch.elastic import ElasticOptions, launch_elastic  # noqa: PLC0415 (only here)
+    from distgraph.runtime.launch.elastic_capacity import Capacity  # noqa: PLC0415
+    from distgraph.runtime.launch.elastic_configurations import GivenPlan  # noqa: PLC0415
+
+    restarts, seconds, launcher = options
+    if restarts < 0 or not seconds > 0:
+        raise GraphError(
+            f"run: --restarts is {restarts} and --search-seconds is {seconds:g} but they must be a number "
+            "from 0 up and a positive number of seconds"
+        )
+    loaded = [(path, distgraph.Plan.load(path)) for path in plans]
+    given = tuple(GivenPlan(path, max(plan.ranks) + 1, plan.placement) for path, plan in loaded)
+    largest = max((plan.ranks for plan in given), default=0)
+    count = ranks or largest or sum(host.slots for host in hosts) or 1
+    if given and count < min(plan.ranks for plan in given):
+        raise GraphError(f"run: -n is {count} but every plan needs more ranks; leave out -n")
+    return launch_elastic(
+        argv, Capacity(hosts, count, hostfile), ElasticOptions(given, restarts, seconds, launcher), env=env
+    )

@@ -137,8 +137,27 @@ def split_options(values: Mapping[str, str], args: list[str] | None) -> tuple[li
     return list(final.values()), [*words, *rest]
 
 
+def take_repeated(option: str, args: list[str] | None) -> tuple[list[str], list[str]]:
+    """Values of an option of the command that may be given several times after a script.
+
+    Returns:
+        The values, and the arguments without the option and its values; those from `--` on stay.
+    """
+    values, words = list[str](), list(args or ())
+    while True:
+        (value,), left = split_options({option: ""}, words[: _dashes(words)])
+        if not value:
+            return values, words
+        values, words = [*values, value], [*left, *words[_dashes(words) :]]
+
+
+def _dashes(words: list[str]) -> int:
+    """Position of the first `--`; the number of words where there is none."""
+    return words.index("--") if "--" in words else len(words)
+
+
 def _split_at_dashes(args: list[str] | None) -> tuple[list[str], list[str]]:
     """The arguments before and after the first `--`, which is part of neither."""
     words = list(args or ())
-    end = words.index("--") if "--" in words else len(words)
+    end = _dashes(words)
     return words[:end], words[end + 1 :]

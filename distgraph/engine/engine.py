@@ -13,6 +13,7 @@ import numpy as np
 from distgraph.engine.callback_events import watching
 from distgraph.engine.callbacks import Callback, ProgressBar
 from distgraph.engine.checkpoints.checkpoint_retention import Checkpoints
+from distgraph.engine.checkpoints.elastic_fit import ElasticFit
 from distgraph.engine.checkpoints.loading import Loaded, check_records, restore_training, verify_files
 from distgraph.engine.checkpoints.saving import Saves, contents_of
 from distgraph.engine.commands.overrides import cluster_given, plan_for, strategy_given
@@ -171,11 +172,13 @@ class Engine:
             check_batch(self._session.plan, batch_size)
         check_training(epochs, batch_size, self.training_spec.strategy.start.micro_batches, callbacks)
         source = as_source(train)
-        watchers = [*callbacks, *([ProgressBar()] if progress else [])]
+        elastic = ElasticFit(self)
+        watchers = [elastic, *callbacks, *([ProgressBar()] if progress else [])]
         last = epochs if resume else self.epoch + epochs
+        resume = elastic.begin(callbacks, batch_size) or resume
         position = self.position if resume else 0
         self.should_stop, self.validates = False, valid_data is not None
-        with watching(self, watchers, last):
+        with watching(self, watchers, last), elastic:
             while self.epoch < last and not self.should_stop:
                 loader = DataLoader(source, batch_size, shuffle, drop_last, self.seed, self.epoch, position)
                 self._fit_epoch(loader, valid_data, watchers)

@@ -34,6 +34,7 @@ from distgraph.runtime.job.job_files import (
     remove_shared_memory,
     setting_in_seconds,
 )
+from distgraph.runtime.job.losses import Loss, elastic_folder, read_losses, record_loss
 from distgraph.runtime.job.processes import Process, descendants, read_processes, write_processes
 from distgraph.runtime.launch.monitor import Monitor, Signals
 from distgraph.runtime.launch.mpi_rank import current_transport, fail
@@ -60,6 +61,7 @@ def launch(
     env: Mapping[str, str] | None = None,
     stdout: TextIO | None = None,
     stderr: TextIO | None = None,
+    signals: Signals | None = None,
 ) -> int:
     """Run a script on `n` MPI ranks of this machine and wait for it.
 
@@ -70,6 +72,7 @@ def launch(
             environment sets another number.
         stdout: receives the output of the ranks line by line; default this process's.
         stderr: receives their error output; default this process's.
+        signals: those that end the job, where the caller records them already.
 
     Returns:
         The exit code: 0 only if every rank succeeded; 128 + signal where a rank was killed; 130 after Ctrl-C,
@@ -91,11 +94,11 @@ def launch(
     ]
     heartbeat_limit(settings)
     setting_in_seconds(TIMEOUT, DEFAULT_TIME_LIMIT, settings)
-    with Signals() as signals, tempfile.TemporaryDirectory(prefix="distgraph-run-") as directory:
+    recording = Signals() if signals is None else contextlib.nullcontext(signals)
+    with recording as received, tempfile.TemporaryDirectory(prefix="distgraph-run-") as directory:
         settings[JOB_DIRECTORY] = directory
-        return _Job(n, Path(directory), signals, stdout or sys.stdout, stderr or sys.stderr).run(
-            command, settings
-        )
+        job = _Job(n, Path(directory), received, stdout or sys.stdout, stderr or sys.stderr)
+        return job.run(command, settings)
 
 
 def script_environment(n: int, argv: Sequence[str], env: Mapping[str, str] | None) -> dict[str, str]:
@@ -129,6 +132,8 @@ class _Job:
             self._end(process)
             for reader in readers:
                 reader.join(_END_SECONDS)
+        if not self.signals.received and next(self.path.glob(f"{CLOSED}.*"), None) is None:
+            _record_losses(process.returncode, problem, monitor.lost, env)
         return self._verdict(process.returncode, monitor.lost)
 
     def _interrupt(self, mpiexec: int) -> None:
@@ -207,3 +212,21 @@ class _Job:
             return ""
         names = ", ".join(map(str, closed))
         return f"rank {names} has ended without ending MPI (os._exit?), so mpiexec has stopped the others"
+
+
+def _record_losses(code: int, problem: str | None, lost: Sequence[int], env: Mapping[str, str]) -> None:
+    """Record what the launcher of an elastic job has seen, where no process of the job has recorded a loss.
+
+    Args:
+        code: exit code of mpiexec.
+        problem: error text of the monitor.
+        lost: ranks whose supervisors were lost. mpiexec kills the others after the first.
+        env: environment of the ranks.
+    """
+    folder = elastic_folder(env)
+    if folder is None or read_losses(folder):
+        return
+    if lost:
+        record_loss(Loss(problem or f"supervisor of rank {lost[0]} was killed", lost[0]), env)
+    elif problem is not None or code < 0:
+        record_loss(Loss(problem or f"mpiexec was killed by {signal.Signals(-code).name}"), env)

@@ -10,19 +10,21 @@ each other, as under plain mpiexec, and the launcher watches mpiexec.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Final, TextIO
 
 from distgraph.errors import RuntimeFault
 from distgraph.plan.placement import PlacedRanks
 from distgraph.runtime.job.job_files import DEFAULT_TIME_LIMIT, JOB_DIRECTORY, TIMEOUT, setting_in_seconds
+from distgraph.runtime.job.losses import Loss, record_loss
 from distgraph.runtime.launch.host_assignment import HostAssignment, assign_hosts, check_slots
 from distgraph.runtime.launch.host_check import RemoteShell, ask_hosts, check_hosts, is_this_host
 from distgraph.runtime.launch.hosts import Host, merged
@@ -48,6 +50,7 @@ def launch_on_hosts(
     env: Mapping[str, str] | None = None,
     stdout: TextIO | None = None,
     stderr: TextIO | None = None,
+    signals: Signals | None = None,
 ) -> int:
     """Run a script on `n` MPI ranks of several hosts and wait for it.
 
@@ -62,6 +65,7 @@ def launch_on_hosts(
         env: environment of the ranks; default this process's.
         stdout: receives the output of the ranks line by line; default this process's.
         stderr: receives their error output; default this process's.
+        signals: as of `launch`.
 
     Returns:
         The exit code; see `launch`.
@@ -74,10 +78,10 @@ def launch_on_hosts(
         raise RuntimeFault(f"run: launcher is {launcher!r} but must be one of {', '.join(LAUNCHERS)}")
     check_slots(n, hosts)
     if all(is_this_host(host.name) for host in hosts):
-        return launch(n, argv, env=env, stdout=stdout, stderr=stderr)
+        return launch(n, argv, env=env, stdout=stdout, stderr=stderr, signals=signals)
     setting_in_seconds(TIMEOUT, DEFAULT_TIME_LIMIT, settings)
     settings.pop(JOB_DIRECTORY, None)
-    shell = RemoteShell(settings.get(_SHELL_VARIABLE) or ("srun" if "SLURM_JOB_ID" in settings else "ssh"))
+    shell = remote_shell(settings)
     script = str(Path(argv[0]).resolve())
     facts = ask_hosts([host.name for host in merged(hosts)], script, settings, shell)
     names = {name: fact.host for name, fact in facts.items()}
@@ -85,13 +89,19 @@ def launch_on_hosts(
     check_hosts(assignment, placement, script, facts)
     settings[PLACEMENT_VARIABLE] = placement_text(assignment, names)
     ranks = [sys.executable, "-m", "distgraph.runtime.launch.supervisor", script, *argv[1:]]
-    with Signals() as signals, tempfile.TemporaryDirectory(prefix="distgraph-run-") as directory:
+    recording = Signals() if signals is None else nullcontext(signals)
+    with recording as received, tempfile.TemporaryDirectory(prefix="distgraph-run-") as directory:
         if launcher == "srun":
             command, variables = srun_command(assignment, ranks, Path(directory) / "hosts")
             settings |= variables
         else:
             command = mpiexec_command(assignment, ranks, shell)
-        return _run(command, settings, signals, stdout or sys.stdout, stderr or sys.stderr)
+        return _run(command, settings, received, stdout or sys.stdout, stderr or sys.stderr)
+
+
+def remote_shell(environ: Mapping[str, str]) -> RemoteShell:
+    """How the hosts of a job are reached: by HYDRA_LAUNCHER_EXEC, by srun in Slurm, else ssh."""
+    return RemoteShell(environ.get(_SHELL_VARIABLE) or ("srun" if "SLURM_JOB_ID" in environ else "ssh"))
 
 
 def mpiexec_command(assignment: HostAssignment, ranks: Sequence[str], shell: RemoteShell) -> list[str]:
@@ -121,7 +131,8 @@ def _run(
     command: Sequence[str], env: Mapping[str, str], signals: Signals, out: TextIO, errors: TextIO
 ) -> int:
     """Run mpiexec until it ends or a signal comes. Returns the exit code."""
-    process, readers = start_mpiexec(command, env, out, errors, dies_with_launcher=True)
+    remarks: list[str] = []
+    process, readers = start_mpiexec(command, env, out, errors, dies_with_launcher=True, remarks=remarks)
     try:
         wait_for(process.pid, signals, None, most=1)
     finally:
@@ -132,7 +143,10 @@ def _run(
         errors.write(f"error: {what}; all ranks are stopped\n")
         return 128 + first
     code = process.returncode
+    for host in re.findall(r"PID \d+ RUNNING AT (\S+)\s+=\s+EXIT CODE: (?:9|15|7|11)\s", "".join(remarks)):
+        record_loss(Loss(f"a rank on host {host} was killed", host=host), env)
     if code < 0:
+        record_loss(Loss(f"{Path(command[0]).name} was killed by {signal.Signals(-code).name}"), env)
         errors.write(f"error: {Path(command[0]).name} was killed by {signal.Signals(-code).name}\n")
     return code if code >= 0 else 128 - code
 

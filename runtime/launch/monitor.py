@@ -133,6 +133,7 @@ class Monitor:
                     continue  # it has ended, and mpiexec is about to end because of that
                 how = "is stopped" if supervisor.stopped else "does not answer"
                 process = f"supervisor of rank {rank} (process {supervisor.pid})"
+                self.lost.append(rank)
                 return f"{process} {how} since {silence.seconds():.0f} s"
         if len(self.silences) < self.ranks and self.started.seconds() > self.start_limit:
             return self._not_started()

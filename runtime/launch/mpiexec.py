@@ -54,6 +54,7 @@ def start_mpiexec(
     errors: TextIO,
     *,
     dies_with_launcher: bool = False,
+    remarks: list[str] | None = None,
 ) -> tuple[subprocess.Popen[bytes], list[threading.Thread]]:
     """Start mpiexec in a session of its own.
 
@@ -63,6 +64,7 @@ def start_mpiexec(
         out: receives the output of the ranks line by line.
         errors: receives their error output.
         dies_with_launcher: mpiexec gets SIGTERM when this process ends, as there are no supervisors.
+        remarks: receives what mpiexec says about a rank that was killed, which is not passed on.
 
     Returns:
         The process, and the threads that pass its output on until it ends.
@@ -81,7 +83,8 @@ def start_mpiexec(
         )
     assert process.stdout is not None
     assert process.stderr is not None
-    pairs = ((process.stdout, out), (process.stderr, errors))
+    noted = [] if remarks is None else remarks
+    pairs = ((process.stdout, out, noted), (process.stderr, errors, noted))
     readers = [threading.Thread(target=_forward, args=pair, daemon=True) for pair in pairs]
     for reader in readers:
         reader.start()
@@ -101,18 +104,25 @@ def wait_for(pid: int, signals: Signals, seconds: float | None, most: int = 2) -
         os.close(descriptor)
 
 
-def _forward(source: IO[bytes], target: TextIO) -> None:
-    """Copy lines as they come. A carriage return ends a line too, as progress bars need."""
+def _forward(source: IO[bytes], target: TextIO, remarks: list[str]) -> None:
+    """Copy lines as they come, those of mpiexec itself to `remarks`.
+
+    A carriage return ends a line too, as progress bars need.
+    """
     descriptor, rest = source.fileno(), b""
     while chunk := os.read(descriptor, 1 << 16):
         *lines, rest = re.split(rb"(?<=[\r\n])", rest + chunk)
-        _write(target, lines)
-    _write(target, [rest] if rest else [])
+        _write(target, lines, remarks)
+    _write(target, [rest] if rest else [], remarks)
     source.close()
 
 
-def _write(target: TextIO, lines: Sequence[bytes]) -> None:
-    """Write lines to a stream; drop them if its reader has gone (`distgraph run ... | head`)."""
+def _write(target: TextIO, lines: Sequence[bytes], remarks: list[str]) -> None:
+    """Write lines to a stream, apart from those of mpiexec itself.
+
+    They are dropped if its reader has gone (`distgraph run ... | head`).
+    """
+    remarks += [line.decode(errors="replace") for line in lines if _MPIEXEC_REMARKS.match(line)]
     try:
         target.writelines(line.decode(errors="replace") for line in lines if not _MPIEXEC_REMARKS.match(line))
         target.flush()

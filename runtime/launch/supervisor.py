@@ -30,20 +30,17 @@ from distgraph.runtime.job.heartbeat import Silence, beat, heartbeat_limit, inte
 from distgraph.runtime.job.interrupts import accept_signals, end_on_sigint, ignore_sigint
 from distgraph.runtime.job.job_files import (
     CLOSED,
-    DEFAULT_TIME_LIMIT,
-    FAILURE_REPORT_SECONDS,
     INTERRUPTED,
     LAUNCHER,
     STOPPING,
-    TIMEOUT,
     job_directory,
     rank_in_job,
     ranks_of_job,
     record_death,
     record_failure,
     remove_shared_memory,
-    setting_in_seconds,
 )
+from distgraph.runtime.job.losses import Loss, elastic_folder, record_loss, report_seconds, stopped_seconds
 from distgraph.runtime.job.processes import die_with_parent, is_stopped, read_processes, write_processes
 
 
@@ -65,15 +62,30 @@ def supervise(argv: Sequence[str]) -> None:
         return
     code = _Supervisor(job, rank, child).watch()
     if code < 0:
-        record_death(rank, signal.Signals(-code).name, 128 - code)
+        name = signal.Signals(-code).name
+        if not _is_ending(job):
+            record_loss(Loss(f"rank {rank} was killed by {name}", rank))
+        record_death(rank, name, 128 - code)
         code = 128 - code
         if not (job / STOPPING).exists():
-            _wait_for(job, "reported", ranks_of_job() - 1)
+            _wait_for_reports(job, rank)
     if (job / STOPPING).exists():
         with suppress(OSError):
             (job / f"ended.{rank}").touch()
         _wait_for(job, "ended", ranks_of_job())  # mpiexec kills all others when it sees one rank go
     _close(job, rank, code)
+
+
+def _is_ending(job: Path) -> bool:
+    """Whether the job is being ended, so that a rank that dies now is not what it has lost."""
+    return (job / STOPPING).exists() or next(job.glob(f"{CLOSED}.*"), None) is not None
+
+
+def _wait_for_reports(job: Path, rank: int) -> None:
+    """Wait for the failure reports of the other ranks. Ranks that were killed as well have none to make."""
+    with suppress(OSError):
+        (job / f"reported.{rank}").touch()
+    _wait_for(job, "reported", ranks_of_job())
 
 
 def _run_as_rank(job: Path, rank: int, supervisor: int, argv: Sequence[str]) -> None:
@@ -104,7 +116,7 @@ class _Supervisor:
         self.interval = interval(self.limit)
         self.launcher = next(iter(read_processes(job / LAUNCHER)), None)
         self.launcher_silence = Silence(lambda: last_beat(job / LAUNCHER), self.interval)
-        self.time_limit = setting_in_seconds(TIMEOUT, DEFAULT_TIME_LIMIT) + FAILURE_REPORT_SECONDS
+        self.stopped_limit, self.report_limit = stopped_seconds(), report_seconds()
         self.rank_stopped = Silence(lambda: None if is_stopped(child) else time.monotonic(), self.interval)
         self.failed_at = 0.0
         self.descriptor = os.pidfd_open(child)
@@ -135,13 +147,15 @@ class _Supervisor:
             how = "is stopped" if self.launcher.stopped else "does not answer"
             self._end(f"launcher (process {self.launcher.pid}) {how} since {silence:.0f} s")
         if os.getppid() != self.parent:
+            if not _is_ending(self.job):
+                record_loss(Loss(f"process {self.parent} of mpiexec has ended"))
             self._end(f"process {self.parent}, which started rank {self.rank} for mpiexec, has ended")
         stopped = self.rank_stopped.seconds()
-        if stopped > self.time_limit:
-            self._end(f"rank {self.rank} (process {self.child}) is stopped since {stopped:.0f} s")
+        if stopped > self.stopped_limit:
+            self._lose(f"rank {self.rank} (process {self.child}) is stopped since {stopped:.0f} s")
         if (self.job / "failed").exists():
             self.failed_at = self.failed_at or time.monotonic()
-            if time.monotonic() > self.failed_at + 2 * FAILURE_REPORT_SECONDS:
+            if time.monotonic() > self.failed_at + 2 * self.report_limit:
                 self._kill(1)
 
     def _end(self, why: str) -> NoReturn:
@@ -149,9 +163,18 @@ class _Supervisor:
         record_failure(1, why, observed=True)
         self._kill(1)
 
+    def _lose(self, why: str) -> NoReturn:
+        """End a rank that does not answer, after the others have had time to report."""
+        record_loss(Loss(why, self.rank))
+        record_failure(1, why, observed=True)
+        self._kill_rank()
+        _wait_for_reports(self.job, self.rank)
+        _close(self.job, self.rank, 1)
+
     def _terminated(self, number: int, frame: FrameType | None) -> NoReturn:
         """Handle a signal: this process ends as if it had no handler, but the launcher learns why."""
         name = signal.Signals(number).name
+        record_loss(Loss(f"supervisor of rank {self.rank} was killed by {name}", self.rank))
         record_failure(128 + number, f"supervisor of rank {self.rank} was killed by {name}", observed=True)
         self._kill(128 + number)
 
@@ -160,8 +183,10 @@ class _Supervisor:
         self._kill_rank()
         remove_shared_memory(self.job)
         deadline = time.monotonic() + 1.0  # other ranks may still write their files there
-        while self.job.exists() and time.monotonic() < deadline:
-            importlib.import_module("shutil").rmtree(self.job, ignore_errors=True)
+        folders = [folder for folder in (self.job, elastic_folder()) if folder is not None]
+        while any(folder.exists() for folder in folders) and time.monotonic() < deadline:
+            for folder in folders:
+                importlib.import_module("shutil").rmtree(folder, ignore_errors=True)
             time.sleep(0.05)
         os._exit(1)
 
@@ -177,7 +202,7 @@ class _Supervisor:
 
 def _wait_for(job: Path, marks: str, count: int) -> None:
     """Wait until `count` ranks have made their file `marks`.R, or the time for it is over."""
-    deadline = time.monotonic() + FAILURE_REPORT_SECONDS
+    deadline = time.monotonic() + report_seconds()
     while len(list(job.glob(f"{marks}.*"))) < count and time.monotonic() < deadline:
         time.sleep(0.02)
     time.sleep(0.1)  # their output is in pipes that mpiexec must read before it sees this rank end

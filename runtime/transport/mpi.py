@@ -30,6 +30,7 @@ from typing import Any, Final, NoReturn
 import numpy as np
 
 from distgraph.errors import RuntimeFault, installing
+from distgraph.runtime.job.losses import Loss, record_loss
 from distgraph.runtime.job.processes import is_stopped
 from distgraph.runtime.transport.arrangement import Arrangement
 from distgraph.runtime.transport.call_check import (
@@ -56,7 +57,7 @@ from distgraph.runtime.transport.transport import (
     stretches,
     time_limit,
 )
-from distgraph.runtime.transport.watchdog import Activity, ActivityRequest, report
+from distgraph.runtime.transport.watchdog import NO_ANSWER, Activity, ActivityRequest, report
 
 _OBJECT: Final = 2  # tag on the control communicator
 
@@ -293,14 +294,22 @@ class MpiTransport:
         missing = ", ".join(map(str, self._call_check.missing))
         absent = f"; not in {self._call_check.call}: rank {missing}" if missing else ""
         error = f"rank {self.rank}: {what} made no progress in {self._limit:g} s{absent}"
-        stopped = [
-            f"rank {rank} (process {pid}) is stopped" for rank, pid in self._processes if is_stopped(pid)
-        ]
+        stopped = {
+            rank: f"rank {rank} (process {pid}) is stopped"
+            for rank, pid in self._processes
+            if is_stopped(pid)
+        }
         if stopped:
-            return f"{error}; {', '.join(stopped)}"
+            for rank, text in stopped.items():
+                record_loss(Loss(text, rank))
+            return f"{error}; {', '.join(stopped.values())}"
         advice = "look for a rank that does not take part, or raise DISTGRAPH_TIMEOUT"
         self._activity.waiting = what
-        return f"{error}; {advice}{report(self._activities.ask())}"
+        activities = self._activities.ask()
+        for rank, text in activities.items():
+            if text == NO_ANSWER:
+                record_loss(Loss(f"rank {rank} has not answered for {self._limit:g} s", rank))
+        return f"{error}; {advice}{report(activities)}"
 
     def test_all(self, requests: list[Any], what: str) -> bool:
         """Whether all MPI requests are complete; a failure of MPI becomes a `RuntimeFault`."""

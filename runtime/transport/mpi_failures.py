@@ -12,6 +12,7 @@ from typing import Any, Final, NoReturn
 from distgraph.errors import RuntimeFault
 from distgraph.runtime.job.deadline import end_mpiexec
 from distgraph.runtime.job.job_files import FAILURE_REPORT_SECONDS, exit_code, observed_failure
+from distgraph.runtime.job.losses import elastic_folder, read_losses, report_seconds
 from distgraph.runtime.job.processes import shared_memory
 from distgraph.runtime.transport.call_check import DepartedFault
 from distgraph.runtime.transport.departed_ranks import Departures
@@ -72,15 +73,16 @@ class JobFailures:
         """Send an error to the other ranks, wait for their failure reports, and end this process."""
         sys.stdout.flush()
         sys.stderr.flush()
-        deadline = time.monotonic() + FAILURE_REPORT_SECONDS
+        deadline = time.monotonic() + report_seconds()
         if self._failure is not None and self._job is None:  # the failing rank gives mpiexec the exit code
             self.follow(0, _FOLLOW_SECONDS)
         if self._failure is not None:  # the launcher ends this process
-            self.follow(1, FAILURE_REPORT_SECONDS)
+            self.follow(1, report_seconds())
         text = bytearray(f"rank {self._rank} failed: {type(error).__name__}: {error}".encode())
         others = [rank for rank in range(self._size) if rank != self._rank]
         sends = [self._control.Isend(text, rank, _FAILURE) for rank in others]
-        silent = set(others)
+        folder = elastic_folder()
+        silent = set(others) - {loss.rank for loss in (read_losses(folder) if folder is not None else ())}
         while silent and time.monotonic() < deadline:
             silent -= {rank for rank in silent if self._has_answered(rank)}
             time.sleep(0.005)

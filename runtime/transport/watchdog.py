@@ -12,6 +12,7 @@ from typing import Any, Final
 
 MESSAGE_TAGS: Final = 1 << 27
 """Tags of the messages of a rank program start here: number of the transfer x micro-batches + micro-batch."""
+NO_ANSWER: Final = "does not answer: it computes, or has stopped"
 _ASK, _ANSWER = 8, 9  # tags of the control communicator
 _ANSWER_SECONDS: Final = 1.0
 
@@ -86,10 +87,7 @@ class ActivityRequest:
                 answers[status.Get_source()] = text.decode()
             else:
                 time.sleep(0.001)
-        return {
-            rank: answers.get(rank, "does not answer: it computes, or has stopped")
-            for rank in (this_rank, *others)
-        }
+        return {rank: answers.get(rank, NO_ANSWER) for rank in (this_rank, *others)}
 
 
 def recording(

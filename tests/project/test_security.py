@@ -141,6 +141,8 @@ def test_files_are_read_by_the_modules_that_bound_them() -> None:
         "engine/commands/measure_plans.py",  # seconds that a rank of the job has written
         "runtime/launch/process_placement.py",  # of a plan of limited size, which the engine reads and checks
         *(name for name in found if name.startswith("runtime/execute/checkpoint/")),
+        "runtime/job/losses.py",  # the folder of an elastic job
+        "runtime/launch/elastic_configurations.py",
     }
 
 

@@ -74,10 +74,14 @@ class Saves:
 
     Args:
         after: called with the path of a checkpoint when it is complete.
+
+    Attributes:
+        completed: number of checkpoints that were written.
     """
 
     def __init__(self, after: Callable[[str | Path], None]) -> None:
         self._after = after
+        self.completed = 0
         self._in_progress: CheckpointInProgress | None = None
         self._then: list[Callable[[], None]] = []
 
@@ -90,6 +94,7 @@ class Saves:
                 atexit.register(self.wait)
                 return
             write_checkpoint(*parts)
+        self.completed += 1
         self._after(path)
 
     def poll(self) -> None:
@@ -121,6 +126,7 @@ class Saves:
             if not ended:
                 return
             actions = self._end()
+        self.completed += 1
         self._after(save.path)
         for action in actions:
             action()

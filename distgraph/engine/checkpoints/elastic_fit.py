@@ -1,0 +1,197 @@
+"""`fit` in an elastic job (`distgraph run --elastic`, docs/elastic.md): it keeps the training over restarts.
+
+The script runs from its beginning at every start of the job. The k-th call of `fit` goes on from the newest
+of these that an earlier start has left for it: what the ranks that were left had in memory, and the complete
+checkpoints of its `ModelCheckpoint` callbacks. Without any it trains from its beginning, and comes to the
+same numbers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final
+
+from distgraph.engine.callbacks import Callback, ModelCheckpoint
+from distgraph.engine.checkpoints.saving import contents_of
+from distgraph.errors import RuntimeFault
+from distgraph.ir.range_notation import spans
+from distgraph.runtime.execute.checkpoint import INDEX, Checkpoint
+from distgraph.runtime.execute.checkpoint.retention import find
+from distgraph.runtime.execute.checkpoint.survivors import assemble, write_survivor
+from distgraph.runtime.execute.process_group import enter
+from distgraph.runtime.job.losses import elastic_folder, read_losses
+from distgraph.runtime.launch.elastic_configurations import GROW, STOPPED, ScriptProgram
+from distgraph.serialization.path_template import PathTemplate
+
+if TYPE_CHECKING:
+    from distgraph.engine.engine import Engine
+
+_calls: Final = itertools.count()
+"""Number of the next call of `fit` in this process."""
+
+
+@dataclass(slots=True)
+class ElasticFit(Callback):
+    """One call of `fit`. As a callback it comes before all others.
+
+    Args:
+        engine: that trains.
+        folder: of the elastic job; None in other jobs, where this does nothing.
+    """
+
+    engine: Engine
+    folder: Path | None = field(default_factory=elastic_folder)
+    _place: Path = Path()
+    _state: tuple[int, int, int] = (0, 0, 0)  # step, epoch, position of the last complete step
+    _updates: dict[Any, dict[int, int]] = field(default_factory=dict)
+    _saves: int = 0
+
+    def begin(self, callbacks: Sequence[Callback], batch_size: int) -> bool:
+        """Go on from where an earlier start of the job has come, and return whether it has. Collective."""
+        if self.folder is None:
+            return False
+        enter("engine.fit() of an elastic job")
+        self._place = self.folder / f"fit-{next(_calls)}"
+        engine, world = self.engine, self.engine._session.ranks()
+        found: tuple[str, str, str] = ("", "", "")  # run, path of a checkpoint, error
+        if world.is_chief:
+            found = self._prepared(callbacks, batch_size)
+        run, path, note = world.share(found, 0)
+        engine._run = run
+        if path:
+            engine.load(path)
+            if world.is_chief:
+                place = f"step {engine.step} (epoch {engine.epoch}, sample {engine.position})"
+                sys.stderr.write(f"distgraph: fit goes on after {place}, from {note}\n")
+        self._mark()
+        self._saves = engine._saves.completed
+        return bool(path)
+
+    def _prepared(self, callbacks: Sequence[Callback], batch_size: int) -> tuple[str, str, str]:
+        """On rank 0: describe this call for later starts.
+
+        Returns:
+            The identifier of the run, the newest checkpoint of it that is ahead of the engine, and what that
+            is; empty texts for none.
+        """
+        assert self.folder is not None
+        strategy, engine = self.engine.training_spec.strategy, self.engine
+        mesh = strategy.mesh
+        plain = mesh is not None and mesh.ranks.reshape(-1).tolist() == list(range(mesh.size))
+        axes = strategy.batch_axis or ()
+        ScriptProgram(
+            dict(zip(mesh.axes, mesh.shape, strict=True)) if mesh is not None and plain else {},
+            (axes,) if isinstance(axes, str) else tuple(axes),
+            max(1, batch_size // (strategy.micro_batches or 1)),
+            strategy.searches,
+        ).write(self.folder)
+        self._place.mkdir(exist_ok=True)
+        record = self._place / "run"
+        run = record.read_text() if record.exists() else engine._run
+        record.write_text(run)
+        path, note = self._newest(run, [each.path for each in callbacks if isinstance(each, ModelCheckpoint)])
+        return run, path, note
+
+    def _newest(self, run: str, templates: Sequence[PathTemplate]) -> tuple[str, str]:
+        """The newest state of this call that is ahead of the engine: path of a checkpoint, and what it is."""
+        best, path, note = self.engine.step, "", ""
+        for template in templates:
+            for folder in find(template.root, template.depth) if template.root.is_dir() else ():
+                if folder.checkpoint is None or folder.checkpoint.contents.run != run:
+                    continue
+                step = folder.checkpoint.contents.step
+                if step > best and folder.is_complete():
+                    best, path, note = step, str(folder.path), f"checkpoint {folder.path}"
+        for memory in sorted(self._place.glob("memory-*")):
+            made = self._made(memory) if (memory / INDEX).exists() else assemble(memory)
+            if made is not None and made[0] >= max(best, self.engine.step + 1):
+                ranks = f"rank{'s' * (len(made[1]) > 1)} {spans(made[1])}"
+                best, path, note = made[0], str(memory), f"the memory of {ranks}"
+        for memory in self._place.glob("memory-*"):
+            if str(memory) != path:
+                shutil.rmtree(memory, ignore_errors=True)
+        return path, note
+
+    @staticmethod
+    def _made(folder: Path) -> tuple[int, tuple[int, ...]] | None:
+        """Step and ranks of what an earlier start has assembled."""
+        try:
+            index = Checkpoint.open(folder).contents
+        except RuntimeFault:
+            return None
+        ranks = {int(name.partition(".rank-")[2].partition(".")[0]) for name in index.files}
+        return index.step, tuple(sorted(ranks))
+
+    # Events
+    # ------------------------------------------------------------------------------------------------
+
+    def on_batch_end(self, engine: Engine, step: int, logs: dict[str, float]) -> None:
+        self._mark()
+        self._stop_to_grow()
+
+    def on_epoch_end(self, engine: Engine, epoch: int, logs: dict[str, float]) -> None:
+        self._mark()
+
+    def _mark(self) -> None:
+        """Note that parameters, states and history are those of a complete step."""
+        if self.folder is None:
+            return
+        engine = self.engine
+        self._state = engine.step, engine.epoch, engine.position
+        self._updates = self._present_updates()
+
+    def _present_updates(self) -> dict[Any, dict[int, int]]:
+        return {key: compiled.updates for key, compiled in self.engine._session.programs.items()}
+
+    def _stop_to_grow(self) -> None:
+        """After a checkpoint: end all ranks if the launcher can start more of them."""
+        engine = self.engine
+        if self.folder is None or engine._saves.completed == self._saves:
+            return
+        self._saves = engine._saves.completed
+        if not engine._session.ranks().share((self.folder / GROW).exists(), 0):
+            return
+        engine._saves.wait()
+        self._write_memory()
+        if engine.is_chief:
+            (self.folder / STOPPED).touch()
+        raise SystemExit(0)
+
+    def __enter__(self) -> ElasticFit:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Where other ranks were lost: write what this one has in memory, for the next start."""
+        if self.folder is not None and isinstance(error, RuntimeFault) and read_losses(self.folder):
+            self._write_memory()
+
+    def _write_memory(self) -> None:
+        """Write the blocks of the local ranks, if they are those of a complete step."""
+        engine, (step, epoch, position) = self.engine, self._state
+        updated = {
+            (key, rank)
+            for key, ranks in self._present_updates().items()
+            for rank, count in ranks.items()
+            if count != self._updates.get(key, {}).get(rank, 0)
+        }
+        if updated or step != engine.step or not engine.memory.records or engine.memory.damaged:
+            return
+        contents = contents_of(engine, engine._session, engine._loaded)
+        training = dict(contents.training) | {"epoch": epoch, "position": position}
+        folder = self._place / f"memory-{step:012d}"
+        try:
+            for rank in engine._session.ranks().local:
+                write_survivor(folder, rank, contents.tensors, contents.block, training)
+        except OSError as failure:
+            sys.stderr.write(f"distgraph: what this rank has in memory cannot be kept: {failure}\n")

@@ -1,0 +1,211 @@
+"""Elastic jobs: what they run on the ranks that are left, what they have lost, and that training goes on."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+from pathlib import Path
+
+import pytest
+from campaigns import elastic
+from typer.testing import CliRunner
+
+from distgraph.cli.application import app
+from distgraph.cli.script_options import take_repeated
+from distgraph.errors import RuntimeFault
+from distgraph.runtime.job.job_files import PLAN_VARIABLE, STRATEGY_VARIABLE
+from distgraph.runtime.job.losses import ELASTIC, Loss, forget_losses, read_losses, record_loss
+from distgraph.runtime.launch.elastic import ElasticOptions, launch_elastic
+from distgraph.runtime.launch.elastic_capacity import Capacity
+from distgraph.runtime.launch.elastic_configurations import GivenPlan, ScriptProgram, choose
+from distgraph.runtime.launch.hosts import Host, read_hostfile
+
+needs_mpi = pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="mpi4py is not installed")
+
+
+def program(batch_axis: tuple[str, ...] = ("dp",), samples: int = 16, **mesh: int) -> ScriptProgram:
+    return ScriptProgram(mesh, batch_axis, samples, searches=False)
+
+
+# What goes on
+# ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("available", "mesh", "ranks", "text"),
+    [
+        (3, {"dp": 4}, 3, "mesh=dp:3"),
+        (3, {"dp": 2, "tp": 2}, 2, "mesh=dp:1,tp:2"),
+        (6, {"dp": 2, "tp": 2}, 6, "mesh=dp:3,tp:2"),
+        (40, {"dp": 4}, 16, "mesh=dp:16"),  # no more ranks than samples
+        (7, {"tp": 2, "dp": 4}, 6, "mesh=tp:2,dp:3"),
+    ],
+)
+def test_the_mesh_of_the_script_changes_along_its_batch_axis(
+    available: int, mesh: dict[str, int], ranks: int, text: str
+) -> None:
+    configuration = choose(available, (), program(**mesh))
+    assert configuration.ranks == ranks
+    assert configuration.variables == {STRATEGY_VARIABLE: text}
+
+
+def test_fields_that_the_user_gives_stay() -> None:
+    configuration = choose(3, (), program(dp=4), "zero=2 mesh=dp:4")
+    assert configuration.variables == {STRATEGY_VARIABLE: "zero=2 mesh=dp:3"}
+
+
+def test_the_largest_plan_that_fits_is_taken(tmp_path: Path) -> None:
+    plans = [GivenPlan(str(tmp_path / f"{ranks}.json"), ranks) for ranks in (4, 2, 3)]
+    assert choose(3, plans, None).variables == {PLAN_VARIABLE: str(tmp_path / "3.json")}
+    assert choose(2, plans, program(dp=4)).ranks == 2
+    assert choose(9, plans, None).ranks == 4
+
+
+def test_a_strategy_that_searches_gets_the_devices_and_the_limit() -> None:
+    searching = ScriptProgram({}, (), 16, searches=True)
+    text = choose(3, (), searching, "precision=bf16", 20).variables[STRATEGY_VARIABLE]
+    assert text == "precision=bf16 devices=3 seconds=20"
+
+
+@pytest.mark.parametrize(
+    ("available", "plans", "script", "message"),
+    [
+        (0, (), program(dp=4), "elastic: no rank is left"),
+        (1, (GivenPlan("p.json", 2),), None, r"1 rank is left but the smallest plan of --plan needs 2"),
+        (3, (), None, "has lost ranks before its script has called fit"),
+        (1, (), program(dp=2, tp=2), r"1 rank is left but one position of axis dp .*\(dp=2, tp=2\) takes 2"),
+        (3, (), program(()), "neither a mesh with a batch_axis nor a mode that searches"),
+    ],
+)
+def test_where_nothing_fits_the_error_says_what_is_left(
+    available: int, plans: tuple[GivenPlan, ...], script: ScriptProgram | None, message: str
+) -> None:
+    with pytest.raises(RuntimeFault, match=message):
+        choose(available, plans, script)
+
+
+def test_the_program_of_the_first_start_stays(tmp_path: Path) -> None:
+    assert ScriptProgram.read(tmp_path) is None
+    program(dp=4).write(tmp_path)
+    program(dp=3).write(tmp_path)
+    assert ScriptProgram.read(tmp_path) == program(dp=4)
+
+
+# What is there
+# ------------------------------------------------------------------------------------------------------
+
+
+def test_each_rank_is_lost_once(tmp_path: Path) -> None:
+    env = {ELASTIC: str(tmp_path)}
+    for loss in (Loss("rank 2 is stopped", 2), Loss("rank 2 was killed", 2), Loss("rank 0 was killed", 0)):
+        record_loss(loss, env)
+    assert {loss.rank for loss in read_losses(tmp_path)} == {0, 2}
+    forget_losses(tmp_path)
+    assert read_losses(tmp_path) == []
+    record_loss(Loss("rank 1 was killed", 1), {})  # no elastic job
+
+
+def test_slots_are_lost_and_come_back_with_the_hostfile(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text("localhost slots=4\n")
+    capacity = Capacity(read_hostfile(path), 8, str(path))
+    capacity.lose([Loss("rank 1 was killed", 1), Loss("mpiexec was killed")])
+    assert capacity.ranks == 3
+    assert not capacity.read_again()
+    path.write_text("localhost slots=5\n")
+    assert capacity.read_again()
+    assert capacity.ranks == 5
+    path.unlink()
+    with pytest.raises(RuntimeFault, match="has gone; the hosts stay as they were"):
+        capacity.read_again()
+    assert capacity.ranks == 5
+
+
+def test_hosts_are_lost() -> None:
+    capacity = Capacity([Host("a", 2), Host("b", 2)], 4)
+    capacity.lose([Loss("a rank on host b was killed", host="b"), Loss("rank 1 was killed", 1)])
+    assert capacity.hosts == (Host("a", 2), Host("b", 1))
+    capacity.lose_hosts(["a"])
+    assert capacity.hosts == (Host("b", 1),)
+    assert not capacity.local
+
+
+# Jobs
+# ------------------------------------------------------------------------------------------------------
+
+
+@needs_mpi
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["stop", "return"])
+def test_training_goes_on_as_if_nothing_had_happened(kind: str) -> None:
+    result = elastic.campaign(1, 3, (kind,))
+    assert result["failures"] == []
+
+
+def run(script: str, tmp_path: Path, ranks: int = 2, restarts: int = 3) -> tuple[int, str]:
+    """Exit code and error output of an elastic job."""
+    path, errors = tmp_path / "script.py", io.StringIO()
+    path.write_text(script)
+    code = launch_elastic(
+        [str(path)],
+        Capacity((), ranks),
+        ElasticOptions(restarts=restarts),
+        stdout=io.StringIO(),
+        stderr=errors,
+    )
+    return code, errors.getvalue()
+
+
+KILL = """import os, signal, distgraph
+if os.environ.get('PMI_RANK') == '1':
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@needs_mpi
+def test_a_script_without_fit(tmp_path: Path) -> None:
+    code, said = run(KILL, tmp_path)
+    assert code == 137
+    assert "error: elastic: the job has lost ranks before its script has called fit" in said
+    assert run("print(1)", tmp_path) == (
+        0,
+        "distgraph: --elastic had no effect, because the script has not called engine.fit\n",
+    )
+
+
+@needs_mpi
+def test_an_error_of_the_script_is_not_repeated(tmp_path: Path) -> None:
+    code, said = run("raise ValueError('page 17 is torn')", tmp_path)
+    assert code == 1
+    assert said.count("error: ranks 0-1: ValueError: page 17 is torn") == 1
+    assert "restart" not in said
+
+
+@needs_mpi
+def test_the_number_of_restarts_is_limited(tmp_path: Path) -> None:
+    code, said = run(KILL, tmp_path, restarts=0)
+    assert code == 137
+    assert "error: elastic: rank 1 was killed by SIGKILL; the job was started again 0 times" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--elastic", "--restarts", "-1"], "--restarts is -1"),
+        (["--elastic", "--search-seconds", "0"], "--search-seconds is 0"),
+        (
+            ["--plan", "a.json", "--plan", "b.json"],
+            "plans a.json and b.json are for one job; give one, or --el",
+        ),
+    ],
+)
+def test_options_that_make_no_sense(options: list[str], message: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("")
+    result = CliRunner().invoke(app, ["run", *options, str(tmp_path / "script.py")])
+    assert result.exit_code != 0
+    assert message in str(result.exception) + result.output
+
+
+def test_plans_before_and_behind_the_script() -> None:
+    given = ["--lr", "1", "--plan", "a.json", "--plan=b.json", "--", "--plan", "c"]
+    assert take_repeated("--plan", given) == (["a.json", "b.json"], ["--lr", "1", "--", "--plan", "c"])
