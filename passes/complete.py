@@ -35,7 +35,9 @@ from distgraph.passes.communication.defer_partials import Partials, deferred_par
 from distgraph.passes.decompose import decompose
 from distgraph.passes.pass_registry import PassContext, register_pass
 from distgraph.passes.propagate_shardings import Shardings, op_layout, propagate, value_spec
-from distgraph.passes.redistribution.tiles import without_unit_axes
+from distgraph.passes.redistribution.source_layout import follow
+from distgraph.passes.serial.loops.flatten import flatten, has_loops
+from distgraph.passes.serial.loops.restore import restore
 
 _ROUNDS = 4  # a decomposition may contain a fused op that must be decomposed in turn
 
@@ -54,6 +56,8 @@ def complete(graph: Graph, default: ProcessMesh | None = None, policy: str = "da
         ShardingError: an annotation does not fit, there is no mesh, or the annotations around an op that the
             user gave axes lead to others.
     """
+    if has_loops(graph):
+        return restore(complete(flatten(graph, _meshes_of_loops(graph, default)), default, policy))
     graph = on_meshes(graph, default)
     pinned = {name: attr for name, attr in graph.attrs.items() if attr.pinned}
     serial = replace(graph, attrs=pinned)
@@ -72,6 +76,13 @@ def complete(graph: Graph, default: ProcessMesh | None = None, policy: str = "da
     completed = _assemble(graph, meshes, shardings, layouts, deferred)
     check_op_axes(completed)
     return replace(completed, op_axes={})
+
+
+def _meshes_of_loops(graph: Graph, default: ProcessMesh | None) -> dict[str, ProcessMesh]:
+    """Op name -> mesh of a program with loops, if it has several meshes."""
+    if len({*flatten(graph).meshes, *graph.placements.values()}) < 2:
+        return {}
+    return place(on_meshes(graph, default), default)[1]
 
 
 def check_op_axes(completed: Graph) -> None:
@@ -160,15 +171,6 @@ def _layout_of(
         return layout
     axes = tuple((index, tuple(a for a in split if a not in passed)) for index, split in layout.axes)
     return OpLayout(mesh, tuple((i, split) for i, split in axes if split), tuple(sorted(passed.items())))
-
-
-def follow(op: Op, attr: DistAttr) -> OpLayout:
-    """The layout of a source that loads its result directly in the layout of the value."""
-    axes, spec = [], without_unit_axes(attr.spec, attr.mesh)
-    for term, split in zip(rule_of(op).results[0], spec.dims, strict=True):
-        if split and term:
-            axes.append((term[0], split))
-    return OpLayout(attr.mesh, tuple(sorted(axes)))
 
 
 def _origin(sharding: Mapping[str, tuple[int | None, int, Origin]], op: Op) -> Origin:

@@ -18,6 +18,7 @@ from distgraph.ir.collective_registry import Step
 from distgraph.ir.dtypes import itemsize
 from distgraph.ir.graph import Graph, Op, Value
 from distgraph.ir.index_rule import OpLayout
+from distgraph.ir.loops import with_bodies
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import DistAttr, Origin
 from distgraph.passes.pass_registry import PassContext, register_pass
@@ -30,7 +31,8 @@ def lower(graph: Graph, price: Price = wire_price) -> Graph:
     attrs = dict(graph.attrs)
     ops: list[Op] = []
     for op in graph.ops:
-        ops.extend(_lower(op, attrs, price) if op.kind == "reshard" else [op])
+        changed = with_bodies(op, lambda body: lower(body, price))
+        ops.extend(_lower(op, attrs, price) if op.kind == "reshard" else [changed])
     return graph.with_ops(ops, attrs=attrs)
 
 

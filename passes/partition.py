@@ -21,6 +21,7 @@ from distgraph.ir.collectives import collective_of
 from distgraph.ir.dtypes import itemsize
 from distgraph.ir.gc_pause import collector_paused
 from distgraph.ir.graph import SOURCES, Graph, Op
+from distgraph.ir.loops import Loop
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.op_registry import local_attrs, window_bounds
 from distgraph.ir.sharding_spec import DistAttr
@@ -39,8 +40,9 @@ class LocalOp:
 
     Attributes:
         op: the global op.
-        mode: compute, comm, send, recv, exchange or accumulate.
-        attrs: local attributes of a computation; arguments of the collective otherwise.
+        mode: compute, loop, comm, send, recv, exchange or accumulate.
+        attrs: local attributes of a computation, programs of the bodies of a loop, or arguments of the
+            collective.
         tail: runs with the last micro-batch only.
     """
 
@@ -144,9 +146,18 @@ def _local_task(parts: Parts, part: Part, rank: int) -> LocalTask:
             ops.append(LocalOp(op, mode, {**attrs, "per_micro": parts.phase[op.name] == 1}, tail))
         elif op.kind == "accumulate":
             ops.append(LocalOp(op, "accumulate", {}, False))
+        elif op.name in parts.loops:
+            ops.append(LocalOp(op, "loop", _loop(op, parts.loops[op.name], rank), tail))
         elif op.kind not in SOURCES:
             ops.append(LocalOp(op, "compute", local_attrs(op, rank), tail))
     return LocalTask(part.name, part.kind, part.per_micro, tuple(ops))
+
+
+def _loop(op: Op, bodies: Mapping[str, Parts], rank: int) -> dict[str, Any]:
+    """The programs of the bodies of a loop on one rank."""
+    programs = {name: partition(parts, rank) for name, parts in bodies.items()}
+    turns = Loop(op).turns
+    return {"programs": programs, "wire": turns * sum(each.bytes_sent() for each in programs.values())}
 
 
 def communication(graph: Graph, op: Op, rank: int) -> LocalOp:

@@ -27,6 +27,7 @@ from distgraph.ir.dtypes import itemsize
 from distgraph.ir.gc_pause import collector_paused
 from distgraph.ir.graph import SOURCES, Graph, Op, Value
 from distgraph.ir.index_rule import OpLayout
+from distgraph.ir.loops import with_bodies
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.op_registry import (
     Windows,
@@ -56,7 +57,7 @@ def reshard(graph: Graph) -> Graph:
     incomplete = next((op for op in graph.ops if op.layout is None), None)
     if incomplete is not None:
         raise GraphError(f"{incomplete} has no layout; run the pass complete before reshard")
-    graph = _without_unit_axes(graph)
+    graph = _without_unit_axes(graph.with_ops(with_bodies(op, reshard) for op in graph.ops))
     program = _Program(graph)
     for op in graph.ops:
         program.add(op)

@@ -78,6 +78,15 @@ class Parts:
     phase: dict[str, int]
 
     @cached_property
+    def loops(self) -> dict[str, dict[str, Parts]]:
+        """Name of a loop -> its bodies, each as one task."""
+        return {
+            op.name: {name: _one_task(op.attrs[name]) for name in lookup(op.kind).bodies}
+            for op in self.graph.ops
+            if lookup(op.kind).bodies
+        }
+
+    @cached_property
     def codes(self) -> dict[str, CodeType]:
         """Cache: generated text -> compiled code, for ranks with equal programs; see `compiling`."""
         return {}
@@ -164,6 +173,13 @@ class Parts:
     def stage_of(self) -> dict[frozenset[int], int]:
         """Ranks of a mesh -> their stage."""
         return {part.mesh.rank_set: part.stage for part in self.tasks}
+
+
+def _one_task(body: Graph) -> Parts:
+    """A body of a loop as one task, which runs once a turn."""
+    ops = tuple(op for op in body.ops if op.kind not in SOURCES)
+    part = Part(body.name, "optimize", body.meshes[0], 0, per_micro=False, body=ops, tail=frozenset())
+    return Parts(body, (part,), (), dict.fromkeys(body.values, 0))
 
 
 @dataclass(slots=True)

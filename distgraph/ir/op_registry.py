@@ -163,6 +163,8 @@ class OpDef:
         traffic: bytes that the op reads and writes, where it is not all of its operands and results.
         every_micro_batch: whether the op runs in every micro-batch even if its operands are the same in all.
         micro: the kernel also takes `micro`, the number of the micro-batch (random ops).
+        bodies: attributes with graphs that the op runs turn by turn, and `boundary`: (op) -> the layouts of
+            operands and results that follow from them in place of the rule; see `distgraph.ir.loops`.
         wide: whether the op may have the attribute `WIDE`, which leaves a result of 16-bit operands in f32.
         workspace: `workspace(*arrays, **attrs)`: temporary bytes that the NumPy kernel allocates in addition
             to operands and results; it reads only shape, dtype and strides of the arrays. None means that no
@@ -199,6 +201,8 @@ class OpDef:
     traffic: Callable[[Op], int] | None = None
     every_micro_batch: bool = False
     micro: bool = False
+    bodies: tuple[str, ...] = ()
+    boundary: Callable[[Op], tuple[tuple[ShardSpec, ...], tuple[ShardSpec, ...]]] | None = None
     adds: Kernel | None = None
     workspace: Callable[..., int] | None = None
     wide: bool = False
@@ -304,11 +308,6 @@ def infer_results(kind: str, operands: Sequence[Value], attrs: Attrs) -> list[tu
     return [(tuple(math.prod(rule.sizes[i] for i in dim) for dim in term), dtype) for term in rule.results]
 
 
-def product_dtype(dtype: str, attrs: Attrs) -> str:
-    """Dtype of the result of a product whose operands have one dtype."""
-    return "f32" if attrs.get(WIDE) else dtype
-
-
 def linear_groups(op: Op) -> Groups:
     """Groups of operands that may be partial(sum) together (see `OpDef.linear`)."""
     declared = lookup(op.kind).linear
@@ -317,7 +316,9 @@ def linear_groups(op: Op) -> Groups:
 
 def operand_layout(op: Op, operand: int, layout: OpLayout | None = None) -> ShardSpec:
     """Layout in which a completed op (or one under `layout`) reads an operand."""
-    layout = layout or _completed(op)
+    layout, declared = layout or _completed(op), lookup(op.kind)
+    if declared.boundary is not None:
+        return declared.boundary(op)[0][operand]
     # linear groups list all operands: computing them for every operand would be quadratic
     return operand_spec(rule_of(op), operand, layout, linear_groups(op) if layout.partial else ())
 
@@ -336,7 +337,10 @@ def result_mesh(op: Op, result: int) -> ProcessMesh:
 
 def result_layout(op: Op, result: int, layout: OpLayout | None = None) -> ShardSpec:
     """Layout in which a completed op (or one under `layout`) leaves a result."""
-    return result_spec(rule_of(op), result, layout or _completed(op), lookup(op.kind).reduction)
+    declared, layout = lookup(op.kind), layout or _completed(op)
+    if declared.boundary is not None:
+        return declared.boundary(op)[1][result]
+    return result_spec(rule_of(op), result, layout, declared.reduction)
 
 
 def operand_windows(op: Op, operand: int, layout: OpLayout | None = None) -> Windows:

@@ -22,6 +22,7 @@ from distgraph.ir.graph import ROLES, SOURCES, Graph, Op, Value
 from distgraph.ir.index_rule import OpLayout, representable
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.op_registry import (
+    REGISTRY,
     infer_results,
     linear_groups,
     lookup,
@@ -54,6 +55,8 @@ def verify(graph: Graph, stage: str = "serial") -> Graph:
     """
     if stage not in STAGES:
         raise GraphError(f"stage {stage!r} does not exist; the stages are {', '.join(STAGES)}")
+    for op in graph.ops:
+        _verify_bodies(graph, op, stage)
     level = STAGES.index(stage)
     defined: dict[str, Value] = {}
     for op in graph.ops:
@@ -68,6 +71,25 @@ def verify(graph: Graph, stage: str = "serial") -> Graph:
     for op in graph.ops if level > 1 else ():
         _check_stored(graph, op, level)
     return graph
+
+
+def _verify_bodies(graph: Graph, op: Op, stage: str) -> None:
+    """Check the bodies of a loop, and that they are on its mesh."""
+    bodies = lookup(op.kind).bodies if op.kind in REGISTRY else ()
+    for name in bodies:
+        body = op.attrs.get(name)
+        if not isinstance(body, Graph):
+            _fault(graph, op, _CALL, "", f"attribute {name} is no graph but {op.kind} needs one")
+        try:
+            verify(body, stage)
+        except GraphError as error:
+            raise GraphError(f"in {name} of %{op.name} {op.kind}: {error}") from None
+        meshes = {attr.mesh for attr in body.attrs.values()}
+        if stage == "serial" or op.layout is None:
+            continue
+        if any(mesh.rank_set != op.layout.mesh.rank_set for mesh in meshes):
+            message = f"its {name} is on {', '.join(map(str, meshes))} but the loop on {op.layout.mesh}"
+            _fault(graph, op, _COMPUTED, "", f"{message}: a loop has one mesh")
 
 
 def _fault(graph: Graph, op: Op, cell: int, part: str, message: str) -> NoReturn:

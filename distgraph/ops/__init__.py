@@ -15,10 +15,13 @@ from distgraph.ops import (
     shape,
     sorting,
 )
+from distgraph.ops import (
+    loop_boundary as loop_boundary,
+)
 from distgraph.ops.activation import erf, gelu, relu, sigmoid, silu, tanh
 from distgraph.ops.attention import attention, attention_from
 from distgraph.ops.contraction import einsum, matmul, outer
-from distgraph.ops.control import while_loop
+from distgraph.ops.control import scan, while_loop
 from distgraph.ops.conv import avg_pool, conv, max_pool
 from distgraph.ops.creation import (
     arange,
@@ -51,8 +54,8 @@ __all__ = [
     "flip", "full", "gather_scatter", "gelu", "getitem", "iota", "layer_norm", "log_softmax", "logsumexp",
     "lookup", "matmul", "max_pool", "mean", "norm", "one_hot", "ones", "optimizer_steps", "outer", "pad",
     "pick", "random_normal", "random_uniform", "reduce", "reduction", "relu", "repeat", "reshape",
-    "rms_norm", "roll", "scatter_add", "shape", "sigmoid", "silu", "softmax", "sort", "sorting", "split",
-    "squeeze", "stack", "std", "take", "take_along", "tanh", "tile", "top_k", "transpose", "tril", "triu",
-    "var", "while_loop", "zeros",
+    "rms_norm", "roll", "scan", "scatter_add", "shape", "sigmoid", "silu", "softmax", "sort", "sorting",
+    "split", "squeeze", "stack", "std", "take", "take_along", "tanh", "tile", "top_k", "transpose", "tril",
+    "triu", "var", "while_loop", "zeros",
 ]  # fmt: skip
 __all__ += elementwise.__all__

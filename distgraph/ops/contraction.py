@@ -11,10 +11,10 @@ from typing import Any
 from distgraph.errors import GraphError
 from distgraph.ir.graph import Op, Value
 from distgraph.ir.index_rule import Rule, make_rule
-from distgraph.ir.op_registry import Attrs, GradientContext, Groups, Shape, Shapes, define, product_dtype
+from distgraph.ir.op_registry import WIDE, Attrs, GradientContext, Groups, Shape, Shapes, define
 from distgraph.kernels import matmul as kernels
 from distgraph.kernels import workspace
-from distgraph.tracing.tensor import Tensor, current_trace, emit_one
+from distgraph.tracing.tensor import Tensor, emit_one, owning_trace
 
 Terms = tuple[str, ...]
 
@@ -199,10 +199,14 @@ define(
 )
 
 
+def product_dtype(dtype: str, attrs: Attrs) -> str:
+    """Dtype of the result of a product whose operands have one dtype."""
+    return "f32" if attrs.get(WIDE) else dtype
+
+
 def as_tensors(*operands: Any) -> list[Tensor]:
     """Operands (tensors, parameters, arrays) as tensors of one trace."""
-    owner = next((x.trace for x in operands if isinstance(x, Tensor)), None) or current_trace()
-    return owner.tensors(operands)
+    return owning_trace(operands).tensors(operands)
 
 
 def matmul(x: Any, y: Any) -> Tensor:

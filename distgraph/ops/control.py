@@ -1,72 +1,274 @@
-"""Loops whose number of turns depends on data: condition and body are subgraphs, held as attributes."""
+"""Loops: `scan` over the items of tensors, and `while_loop`, whose number of turns depends on data.
+
+The body is traced once and held as a graph (see `distgraph.ir.loops`). Completion lays it out, and it is
+partitioned and compiled like a program. What a body reads from outside is an operand of its loop.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from distgraph.errors import GraphError
-from distgraph.ir.dtypes import short
 from distgraph.ir.graph import Graph, Op, Value
 from distgraph.ir.index_rule import Rule, make_rule
+from distgraph.ir.loops import CARRY, STACKED, TURN, Loop, check_body
 from distgraph.ir.op_registry import Attrs, Shape, Shapes, define, flops
 from distgraph.ir.reference_interpreter import interpret
 from distgraph.kernels._common import store_all
 from distgraph.ops.contraction import as_tensors
-from distgraph.tracing.tensor import Tensor
-from distgraph.tracing.tracer import Trace
+from distgraph.tracing.loop_trace import LoopTrace
+from distgraph.tracing.pytrees import check_same, leaves, map_leaves
+from distgraph.tracing.tensor import Tensor, emit_one
+from distgraph.tracing.tracer import Trace, caller
 
 MAX_TURNS = 1_000_000
-"""Turns after which a loop counts as endless."""
-
-
-def _rule(shapes: Shapes, attrs: Attrs) -> Rule:
-    """Index rule without a split: every rank runs the whole loop on whole tensors."""
-    terms = tuple(((),) * len(shape) for shape in shapes)
-    return make_rule("while_loop", terms, terms[: len(attrs["body"].outputs)], {})
-
-
-def _kernel(xp: Any, *arrays: Any, out: Any = None, condition: Graph, body: Graph) -> Any:
-    names = [op.attrs["name"] for op in body.sources("input")]
-    count = len(body.outputs)
-    state, fixed = tuple(arrays[:count]), tuple(arrays[count:])
-    for _ in range(MAX_TURNS):
-        inputs = dict(zip(names, state + fixed, strict=True))
-        go, _ = interpret(condition, inputs, xp=xp)
-        if not bool(go["y"]):
-            break
-        state = tuple(interpret(body, inputs, xp=xp)[0].values())
-    else:
-        raise GraphError(f"while_loop ran {MAX_TURNS} turns without its condition turning false")
-    if out is None:
-        return tuple(x.copy() if any(x is a for a in arrays) else x for x in state)
-    return store_all(xp, state, out if isinstance(out, (tuple, list)) else (out,))
+"""Turns after which a loop with a condition counts as endless."""
 
 
 def _infer(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
-    return [(value.shape, value.dtype) for value in operands[: len(attrs["body"].outputs)]]
+    kind = "scan" if "condition" not in attrs else "while_loop"
+    loop = Loop(Op(kind, tuple(operands), (), attrs))
+    check_body(loop)
+    if loop.turns < 1:
+        raise GraphError(f"{kind} has {loop.turns} turns but needs at least one")
+    carries = [(begin.shape, begin.dtype) for begin, _ in loop.carries]
+    sums = [(value.shape, value.dtype) for value in loop.summed]
+    return [*carries, *sums, *(((loop.turns, *value.shape), value.dtype) for value in loop.stacked)]
+
+
+def _rule(shapes: Shapes, attrs: Attrs) -> Rule:
+    """Index rule without a split: layouts of a loop follow from those of its body (`Loop.boundary`)."""
+    operands = tuple(Value(f"{n}", shape, "f32") for n, shape in enumerate(shapes))
+    loop = Loop(Op("loop", operands, (), attrs))
+    values = loop.result_values
+    dims = [len(value.shape) for value in values[: loop.carried + loop.sums]]
+    dims += [1 + len(value.shape) for value in loop.stacked]
+    return make_rule("loop", tuple(((),) * len(s) for s in shapes), tuple(((),) * n for n in dims), {})
 
 
 def _flops(op: Op, rule: Rule) -> int:
-    """Operations of one turn: the number of turns is only known at run time."""
-    return sum(
-        flops(inner) for name in ("condition", "body") for inner in op.attrs[name].ops if inner.operands
-    )
+    """Operations of all turns."""
+    loop = Loop(op)
+    graphs = [loop.body] if loop.condition is None else [loop.body, loop.condition]
+    each_turn = (flops(inner) for graph in graphs for inner in graph.ops if inner.operands)
+    return loop.turns * sum(each_turn)
 
 
-def _workspace(*arrays: Any, condition: Graph, body: Graph) -> int:
+def _workspace(*arrays: Any, **attrs: Any) -> int:
     """Bytes of all values that one turn computes, and of the state before it."""
-    computed = sum(
-        v.nbytes for graph in (condition, body) for op in graph.ops for v in op.results if op.operands
+    graphs = [attrs[name] for name in ("body", "condition") if name in attrs]
+    computed: int = sum(v.nbytes for graph in graphs for op in graph.ops for v in op.results if op.operands)
+    carried: int = sum(value.nbytes for _, value in attrs["body"].updates)
+    return 2 * computed + carried
+
+
+class _Interpreted:
+    """One run of a loop by the interpreter."""
+
+    def __init__(self, xp: Any, arrays: Sequence[Any], attrs: Attrs, micro: int) -> None:
+        self.xp, self.micro = xp, micro
+        self.loop = Loop(Op("loop", tuple(Value("", x.shape, "f32") for x in arrays), (), attrs))
+        self.arrays = dict(zip(self.loop.operand_names, arrays, strict=True))
+        self.state = {f"{CARRY}{n}": arrays[n] for n in range(self.loop.carried)}
+        items = self.loop.carried, self.loop.carried + self.loop.sequences
+        self.items = self.loop.operand_names[slice(*items)]
+
+    def goes_on(self, turn: int) -> bool:
+        """Whether the condition holds before a turn."""
+        assert self.loop.condition is not None
+        inputs = {**self.arrays, TURN: np.int64(turn)}
+        (go,) = interpret(self.loop.condition, inputs, self.state, self.micro, self.xp)[0].values()
+        return bool(go)
+
+    def turn(self, turn: int) -> dict[str, Any]:
+        """Outputs of a turn, after which `state` is the next one."""
+        inputs = {**self.arrays, **{name: self.arrays[name][turn] for name in self.items}}
+        inputs[TURN] = np.int64(turn)
+        outputs, self.state = interpret(self.loop.body, inputs, self.state, self.micro, self.xp)
+        return outputs
+
+
+def _finished(xp: Any, results: Sequence[Any], arrays: Sequence[Any], out: Any) -> Any:
+    if out is None:
+        fresh = [x.copy() if any(x is a for a in arrays) else x for x in results]
+        return tuple(fresh)
+    return store_all(xp, results, out if isinstance(out, (tuple, list)) else (out,))
+
+
+def _scan_kernel(xp: Any, *arrays: Any, out: Any = None, micro: int = 0, **attrs: Any) -> Any:
+    run = _Interpreted(xp, arrays, attrs, micro)
+    loop, turns = run.loop, {}
+    for turn in loop.order:
+        turns[turn] = run.turn(turn)
+    rows = [turns[turn] for turn in sorted(turns)]
+    sums, stacked = [], []
+    for label, _ in loop.body.outputs:
+        values = [row[label] for row in rows]
+        if label.startswith(STACKED):
+            stacked.append(xp.stack(values))
+        else:
+            sums.append(sum(values[1:], xp.asarray(values[0]).copy()))
+    state = [run.state[f"{CARRY}{n}"] for n in range(loop.carried)]
+    return _finished(xp, [*state, *sums, *stacked], arrays, out)
+
+
+def _while_kernel(xp: Any, *arrays: Any, out: Any = None, micro: int = 0, **attrs: Any) -> Any:
+    run = _Interpreted(xp, arrays, attrs, micro)
+    for turn in range(MAX_TURNS):
+        if not run.goes_on(turn):
+            return _finished(xp, [run.state[f"{CARRY}{n}"] for n in range(run.loop.carried)], arrays, out)
+        run.turn(turn)
+    raise endless()
+
+
+def endless() -> GraphError:
+    """The error of a loop whose condition does not turn false."""
+    return GraphError(f"while_loop ran {MAX_TURNS} turns without its condition turning false")
+
+
+for _kind, _kernel, _bodies in (
+    ("scan", _scan_kernel, ("body",)),
+    ("while_loop", _while_kernel, ("condition", "body")),
+):
+    define(
+        _kind,
+        _rule,
+        _kernel,
+        infer=_infer,
+        flops=_flops,
+        cost="launch",
+        workspace=_workspace,
+        bodies=_bodies,
+        boundary=lambda op: Loop(op).boundary(),
+        micro=True,
     )
-    return computed + sum(value.nbytes for _, value in body.outputs)
 
 
-define("while_loop", _rule, _kernel, infer=_infer, flops=_flops, cost="launch", workspace=_workspace)
+def scan(
+    f: Callable[[Any, Any], tuple[Any, Any]],
+    init: Any,
+    xs: Any = None,
+    length: int | None = None,
+    *,
+    reverse: bool = False,
+    recompute: bool = False,
+) -> tuple[Any, Any]:
+    """Apply a function to the items of tensors one after the other, and hand a carry from turn to turn.
+
+    `f` is traced once, its graph is the body of the loop. It may call modules, read tensors from outside and
+    contain loops. The loop is differentiable: what the gradient reads of a turn is kept for all turns.
+
+    Args:
+        f: (carry, items) -> (carry, y): a carry of the same structure, shapes and dtypes, and any pytree.
+        init: the carry of the first turn: a pytree of tensors or numbers, or None.
+        xs: a pytree of tensors with the same first dim, whose items `f` gets; or None.
+        length: number of turns; needed if there are no xs.
+        reverse: begin with the last item. The results of turns stay in the order of the items.
+        recompute: recompute each turn in the backward part, so that only carries are kept.
+
+    Returns:
+        The last carry, and what `f` returns for each turn, stacked along a new first dim.
+
+    Raises:
+        GraphError: lengths differ, or there is none; the carry changes its structure, shape or dtype.
+
+    Example:
+        >>> import numpy as np
+        >>> from distgraph import ops
+        >>> from distgraph.array_api.trace import trace
+        >>> graph = trace(lambda x: ops.scan(lambda s, v: (s + v, s + v), 0.0, x), np.ones(3, np.float32))
+        >>> graph.ops[-1].kind, [value.type for value in graph.ops[-1].results]
+        ('scan', ['f32[]', 'f32[3]'])
+    """
+    where = caller()
+    carries, items = [x for _, x in leaves(init)], [x for _, x in leaves(xs)]
+    tensors = as_tensors(*carries, *items) if carries or items else []
+    trace = tensors[0].trace if tensors else Trace.current()
+    count = _turns(tensors[len(carries) :], length, where)
+    inner = LoopTrace("body", trace, {})
+    with inner.activate(), inner.recomputing() if recompute else inner.within():
+        begin = [inner.carry(n, t) for n, t in enumerate(tensors[: len(carries)])]
+        item = [inner.item(n, t) for n, t in enumerate(tensors[len(carries) :])]
+        returned: Any = f(_filled(init, begin), _filled(xs, item))
+        if not isinstance(returned, tuple) or len(returned) != 2:
+            shown = _shown(returned)
+            raise GraphError(f"body of scan ({where}) must return (carry, y) but returns {shown}")
+        check_same(f"carry of scan ({where})", init, returned[0])
+        end = [inner.tensor(x) for _, x in leaves(returned[0])]
+        ys = [inner.tensor(x) for _, x in leaves(returned[1])]
+    _check_carry(f"scan ({where})", begin, end)
+    _hand_on(inner, begin, end)
+    body = inner.finished(f"body of scan ({where})")
+    body = body.with_ops(body.ops, outputs=tuple((f"{STACKED}{n}", y.value) for n, y in enumerate(ys)))
+    if not begin and not ys:
+        raise GraphError(f"scan ({where}) has no carry and its body returns nothing; leave it out")
+    attrs = {"body": body, "length": count, "carried": len(begin), "sequences": len(item)}
+    attrs |= {"reverse": True} if reverse else {}
+    attrs |= {"recomputed": dict(inner.recomputed)} if inner.recomputed else {}
+    results = trace.emit("scan", [*tensors, *inner.captured.values()], attrs)
+    return _filled(init, results[: len(begin)]), _filled(returned[1], results[len(begin) :])
+
+
+def _turns(sequences: Sequence[Tensor], length: int | None, where: str) -> int:
+    """The number of turns of a scan."""
+    scalar = next((t for t in sequences if not t.shape), None)
+    if scalar is not None:
+        raise GraphError(f"xs of scan ({where}) has %{scalar.value.name} {scalar.value.type}, without items")
+    counts = {t.shape[0]: t for t in sequences}
+    if length is not None:
+        counts.setdefault(int(length), sequences[0] if sequences else None)  # type: ignore[arg-type]
+    if len(counts) != 1:
+        lengths = " and ".join(map(str, counts)) or "unknown"
+        raise GraphError(
+            f"number of turns of scan ({where}) is {lengths}: the tensors of xs must have one first dim, "
+            "which is also length where that is given; without xs give length"
+        )
+    (count,) = counts
+    if count < 1:
+        raise GraphError(f"scan ({where}) has {count} turns but needs at least one")
+    return count
+
+
+def _filled(tree: Any, tensors: Sequence[Tensor]) -> Any:
+    """A pytree with other leaves, in order."""
+    rest = iter(tensors)
+    return map_leaves(lambda path, leaf: next(rest), tree)
+
+
+def _shown(returned: Any) -> str:
+    return f"{len(returned)} values" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
+
+
+def _check_carry(subject: str, begin: Sequence[Tensor], end: Sequence[Tensor]) -> None:
+    """Raises GraphError where a carry changes its type."""
+    if [t.value.type for t in begin] == [t.value.type for t in end]:
+        return
+    before, after = (", ".join(t.value.type for t in each) for each in (begin, end))
+    raise GraphError(
+        f"body of {subject} returns the carry ({after}) but gets ({before}); return the shapes and dtypes of "
+        "the first carry, for example with ops.cast"
+    )
+
+
+def _hand_on(inner: LoopTrace, begin: Sequence[Tensor], end: Sequence[Tensor]) -> None:
+    """State what a turn hands to the next one; a carry that becomes another one is a value of its own."""
+    carries = {tensor.value.name for tensor in begin}
+    with inner.activate():
+        for old, new in zip(begin, end, strict=True):
+            moved = new.value.name in carries and new.value != old.value
+            inner.updates.append((old.value.name, (emit_one("identity", new) if moved else new).value))
 
 
 def while_loop(
-    condition: Callable[..., Any], body: Callable[..., Any], state: Sequence[Any], fixed: Sequence[Any] = ()
+    condition: Callable[..., Any],
+    body: Callable[..., Any],
+    state: Sequence[Any],
+    fixed: Sequence[Any] = (),
+    *,
+    turns: int = 1,
 ) -> tuple[Tensor, ...]:
     """Repeat `state = body(*state, *fixed)` while `condition(*state, *fixed)` holds. Not differentiable.
 
@@ -74,11 +276,11 @@ def while_loop(
         condition: returns a bool scalar.
         body: returns the new state: a tensor or tuple of the same shapes and dtypes.
         state: what changes from turn to turn.
-        fixed: further tensors that condition and body read; they may read no other tensor from outside.
+        fixed: further tensors that are passed to condition and body, which may also read others.
+        turns: number of turns that forecasts and counts of operations assume.
 
     Raises:
-        GraphError: the body changes a shape or dtype, the condition is no bool scalar, or one of them uses a
-            tensor from outside.
+        GraphError: the body changes a shape or dtype, or the condition is no bool scalar.
 
     Example:
         `(n, power) = while_loop(lambda n, p: p < 1000.0, lambda n, p: (n + 1, p * 2.0), (0, 1.0))`
@@ -87,36 +289,43 @@ def while_loop(
     count = len(tuple(state))
     if not count:
         raise GraphError("while_loop has no state; give at least one tensor that changes from turn to turn")
-    return tensors[0].trace.emit("while_loop", tensors, while_subgraph(condition, body, tensors, count))
+    trace = tensors[0].trace
+    attrs, captured = while_attrs(condition, body, trace, tensors[:count], tensors[count:], turns)
+    return trace.emit("while_loop", [*tensors[:count], *captured.values()], attrs)
 
 
-def while_subgraph(
-    condition: Callable[..., Any], body: Callable[..., Any], operands: Sequence[Any], count: int
-) -> dict[str, Graph]:
-    """Attributes of a while_loop over operands (with a shape and dtype), the first `count` its state."""
-    test, step = _subgraph("condition", condition, operands), _subgraph("body", body, operands)
-    if len(test.outputs) != 1 or test.outputs[0][1].type != "bool[]":
-        types = ", ".join(value.type for _, value in test.outputs)
-        raise GraphError(f"condition of while_loop returns {types} but must return one bool scalar")
-    before = [op.result.type for op in step.sources("input")[:count]]
-    after = [value.type for _, value in step.outputs]
-    if before != after:
+def while_attrs(
+    condition: Callable[..., Any],
+    body: Callable[..., Any],
+    trace: Trace,
+    state: Sequence[Tensor],
+    fixed: Sequence[Tensor],
+    turns: int = 1,
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Attributes of a while_loop, and the tensors that its graphs read from outside."""
+    where, captured = caller(), dict[str, Tensor]()
+    graphs: dict[str, Graph] = {}
+    traces = {name: LoopTrace(name, trace, captured) for name in ("condition", "body")}
+    returned: dict[str, tuple[Tensor, ...]] = {}
+    begins: list[Tensor] = []
+    for name, function in (("condition", condition), ("body", body)):
+        inner = traces[name]
+        with inner.activate():
+            begins = [inner.carry(n, t) for n, t in enumerate(state)]
+            values = function(*begins, *(inner.tensor(t) for t in fixed))
+            values = values if isinstance(values, (tuple, list)) else (values,)
+            returned[name] = tuple(inner.tensor(x) for x in values)
+    test = [t.value.type for t in returned["condition"]]
+    if test != ["bool[]"]:
         raise GraphError(
-            f"body of while_loop returns ({', '.join(after)}) but its state is ({', '.join(before)})"
+            f"condition of while_loop ({where}) returns {', '.join(test)} but must return one bool scalar"
         )
-    return {"condition": test, "body": step}
-
-
-def _subgraph(name: str, function: Callable[..., Any], operands: Sequence[Any]) -> Graph:
-    inner = Trace(name)
-    with inner.activate():
-        inputs = [inner.source("input", f"x{i}", t.shape, short(t.dtype)) for i, t in enumerate(operands)]
-        returned = function(*inputs)
-        outputs = returned if isinstance(returned, (tuple, list)) else (returned,)
-        labels = ["y"] if name == "condition" else [f"y{i}" for i in range(len(outputs))]
-        graph: Graph = inner.finish(dict(zip(labels, outputs, strict=False)))
-    extra = [op.attrs["name"] for op in graph.sources("param", "state")]
-    extra += [op.attrs["name"] for op in graph.sources("input")[len(operands) :]]
-    if extra:
-        raise GraphError(f"{name} of while_loop reads {', '.join(extra)} from outside; pass it in `fixed`")
-    return graph
+    _check_carry(f"while_loop ({where})", begins, returned["body"])
+    _hand_on(traces["body"], begins, returned["body"])
+    for name, inner in traces.items():
+        inner.complete_sources()
+        graphs[name] = inner.finished(f"{name} of while_loop ({where})")
+    test_graph = graphs["condition"]
+    outputs = (("go", returned["condition"][0].value),)
+    graphs["condition"] = test_graph.with_ops(test_graph.ops, outputs=outputs)
+    return {**graphs, "carried": len(state), "turns": int(turns)}, captured

@@ -29,12 +29,11 @@ from distgraph.ir.op_registry import (
     Shapes,
     define,
     flops,
-    product_dtype,
 )
 from distgraph.kernels import conv as kernels
 from distgraph.kernels import pooling, workspace
 from distgraph.kernels._common import store
-from distgraph.ops.contraction import as_tensors
+from distgraph.ops.contraction import as_tensors, product_dtype
 from distgraph.ops.normalization import require_float
 from distgraph.tracing.tensor import Tensor, emit_one
 

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from distgraph.errors import GraphError
 from distgraph.ir.dtypes import to_numpy
 from distgraph.ir.graph import Value
@@ -22,15 +24,45 @@ from distgraph.kernels import random as kernels
 from distgraph.kernels import workspace
 from distgraph.kernels._common import store, widening
 from distgraph.ops.normalization import require_float
+from distgraph.tracing.loop_trace import LoopTrace
 from distgraph.tracing.tensor import Tensor, current_trace, emit_one
+from distgraph.tracing.tracer import Trace
 
 KEY = "key"
 """Name of the graph input that holds the key of the step, u64[]."""
 
 
 def step_key() -> Tensor:
-    """The key of this step: an input that the engine feeds with a hash of seed and step."""
-    return current_trace().source("input", KEY, (), "u64")
+    """The key of this step: an input that the engine feeds with a hash of seed and step.
+
+    Inside the body of a loop it is a key of the turn, which is made of that of the step.
+    """
+    return _key_of(current_trace())
+
+
+def _key_of(trace: Trace) -> Tensor:
+    if isinstance(trace, LoopTrace):
+        key = trace.tensor(_key_of(trace.parent))
+        return trace.emit("fold_key", (key, trace.turn()))[0]
+    return trace.source("input", KEY, (), "u64")
+
+
+def _fold_key(xp: Any, key: Any, turn: Any, out: Any = None) -> Any:
+    new = np.uint64(kernels.random_key(int(key), int(turn)))
+    if out is None:
+        return xp.asarray(new)
+    out[...] = new
+    return out
+
+
+def _infer_fold(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
+    key, turn = operands
+    if key.type != "u64[]" or turn.type != "i64[]":
+        raise GraphError(f"key is {key.type} and turn {turn.type} but they must be u64[] and i64[]")
+    return [((), "u64")]
+
+
+define("fold_key", elementwise, _fold_key, infer=_infer_fold, flops=0, cost="launch")
 
 
 def _place(shape: Shape, starts: Shape | None, batch_dim: int | None, micro: int) -> tuple[Shape, Shape]:

@@ -25,13 +25,24 @@ def current_trace() -> Trace:
     return trace
 
 
+def owning_trace(operands: Sequence[Any]) -> Trace:
+    """The trace that an op of these operands belongs to: theirs, else the current one.
+
+    Inside the body of a loop it is that of the body, whose operands may come from outside.
+    """
+    owner = next((x.trace for x in operands if isinstance(x, Tensor)), None)
+    active = ACTIVE.get()
+    if owner is None or (active is not None and active.is_inside(owner)):
+        return current_trace()
+    return owner
+
+
 def emit(kind: str, *operands: Any, **attrs: Any) -> Any:
     """Append an op to the trace of its tensor operands (else the current trace).
 
     Returns the tuple of its results, or the result itself where there is one.
     """
-    owner = next((x.trace for x in operands if isinstance(x, Tensor)), None) or current_trace()
-    results = owner.emit(kind, operands, attrs)
+    results = owning_trace(operands).emit(kind, operands, attrs)
     return results[0] if len(results) == 1 else results
 
 

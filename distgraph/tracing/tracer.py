@@ -69,6 +69,23 @@ class Trace:
         """True inside a trace."""
         return ACTIVE.get() is not None
 
+    @staticmethod
+    def continuing(graph: Graph) -> Trace:
+        """A trace to which more ops of a graph can be appended."""
+        trace = Trace(graph.name)
+        trace.ops, trace._names = list(graph.ops), set(graph.values)
+        trace.attrs, trace.axis_attrs = dict(graph.attrs), dict(graph.axis_attrs)
+        return trace
+
+    def is_inside(self, other: Trace) -> bool:
+        """Whether this is the body of a loop in another trace."""
+        return False
+
+    def replace_op(self, position: int, op: Op) -> None:
+        """Put another op, with more results, in the place of one."""
+        self._names.update(value.name for value in op.results)
+        self.ops[position] = op
+
     @contextmanager
     def activate(self) -> Iterator[Trace]:
         """Make this the current trace."""

@@ -18,6 +18,9 @@ from distgraph.ir.graph import Graph, Op, Value
 from distgraph.ir.index_rule import OpLayout, Rule
 from distgraph.ir.op_registry import linear_groups, lookup, operand_layout, rule_of
 
+_SUMS = ("accumulate", "loop.sum")
+"""Ops that add up what is computed several times in a step, so that their result is reduced less often."""
+
 Partials = set[tuple[str, str]]
 """(value, axis) pairs: the value is partial over the axis."""
 
@@ -101,7 +104,7 @@ def _gains_nothing(
     it, and no reader needs the result split over the axis (which would allow a reduce_scatter).
     """
     result = op.results[0]
-    if op.kind == "accumulate" or (result.name, axis) in deferred or result.nbytes != value.nbytes:
+    if op.kind in _SUMS or (result.name, axis) in deferred or result.nbytes != value.nbytes:
         return False
     group = passing_group(op, value.name, axis, deferred, layouts)
     if group is None or len(linear_groups(op)[group]) > 1:

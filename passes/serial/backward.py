@@ -3,8 +3,8 @@
 In:   a trace whose forward part ends in a scalar loss.
 Out:  the same trace, longer: for every forward op on a path from `wrt` to the loss the ops of its gradient,
       role backward, linked by name to their forward op.
-Invariant: no forward op changes; a value used several times gets the sum of the gradients of its uses, so
-      that tied parameters sum by themselves.
+Invariant: no forward op changes, but a loop leaves more results (see `loop_gradient`); a value used several
+      times gets the sum of the gradients of its uses, so that tied parameters sum by themselves.
 
     %h = matmul(%x, %w)               %h = matmul(%x, %w)
     %l = reduce_sum(%h)         ->    %l = reduce_sum(%h)
@@ -19,12 +19,14 @@ and what is annotated lies there the second time too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from distgraph.errors import GraphError
 from distgraph.ir.dtypes import is_float
 from distgraph.ir.graph import Op, Value
+from distgraph.ir.loops import Loop
 from distgraph.ir.op_registry import GradientContext, lookup
+from distgraph.passes.serial.loop_gradient import LoopGradient
 from distgraph.tracing.tensor import Tensor, emit_one
 from distgraph.tracing.tracer import Trace
 
@@ -52,22 +54,38 @@ def differentiate(
         )
     forward = list(trace.ops)
     active = _reached(forward, {t.value.name for t in wrt})
-    walk = _Walk(trace, forward, active)
     with trace.activate(), trace.within(role="backward"):
         with trace.on_behalf_of(loss.value.name, "", "loss"):
-            walk.grads[loss.value.name] = trace.constant(1.0, loss.dtype) if factor is None else factor
-        for op in reversed(forward):
-            received = tuple(walk.grads.get(v.name) for v in op.results)
-            if any(g is not None for g in received) and any(v.name in active for v in op.operands):
-                walk.visit(op, received)
+            seed = trace.constant(1.0, loss.dtype) if factor is None else factor
+        grads = _walk(trace, forward, {loss.value.name: seed}, active)
         results = []
         for tensor in wrt:
-            grad = walk.grads.get(tensor.value.name)
+            grad = grads.get(tensor.value.name)
             if grad is None:
                 with trace.on_behalf_of(tensor.value.name, "", ""):
                     grad = emit_one("full", shape=tensor.shape, value=0.0, dtype=tensor.dtype)
             results.append(grad)
     return results
+
+
+def pull_back(
+    trace: Trace, forward: Sequence[Op], seeds: Mapping[str, Tensor], wanted: Sequence[Value]
+) -> list[Tensor | None]:
+    """Gradients of values, from those of results of forward ops (`seeds`); None where there is none."""
+    grads = _walk(trace, list(forward), seeds, _reached(forward, {value.name for value in wanted}))
+    return [grads.get(value.name) for value in wanted]
+
+
+def _walk(
+    trace: Trace, forward: list[Op], seeds: Mapping[str, Tensor], active: set[str]
+) -> dict[str, Tensor]:
+    """Emit the gradients of forward ops, which are the first of a trace; value -> its gradient."""
+    walk = _Walk(trace, forward, active, dict(seeds))
+    for op in reversed(forward):
+        received = tuple(walk.grads.get(v.name) for v in op.results)
+        if any(g is not None for g in received) and any(v.name in active for v in op.operands):
+            walk.visit(op, received)
+    return walk.grads
 
 
 def _reached(ops: Sequence[Op], start: set[str]) -> set[str]:
@@ -83,11 +101,23 @@ def _reached(ops: Sequence[Op], start: set[str]) -> set[str]:
 class _Walk:
     """State of the backward pass: gradients so far, and recomputed values."""
 
-    def __init__(self, trace: Trace, forward: Sequence[Op], active: set[str]) -> None:
+    def __init__(self, trace: Trace, forward: list[Op], active: set[str], grads: dict[str, Tensor]) -> None:
         self.trace, self.forward, self.active = trace, forward, active
-        self.grads: dict[str, Tensor] = {}
+        self.grads = grads
+        self.loops: dict[str, LoopGradient] = {}
+        for position, op in enumerate(forward):
+            if lookup(op.kind).bodies and Loop(op).condition is None:
+                self.prepare(position, op)
         self.again: dict[str, Value] = {}  # value of a recomputed block -> its copy in the backward part
         self.done: set[int] = set()
+
+    def prepare(self, position: int, op: Op) -> None:
+        """Let a loop on the path to the loss leave what its gradient reads."""
+        both = (op.operands, op.results)
+        if all(any(value.name in self.active for value in values) for values in both):
+            gradient = self.loops[op.name] = LoopGradient.of(op, self.active, pull_back, self.trace.fresh)
+            self.forward[position] = gradient.loop.op
+            self.trace.replace_op(position, gradient.loop.op)
 
     def visit(self, op: Op, received: tuple[Tensor | None, ...]) -> None:
         """Emit the gradient of one op and add it to its operands'."""
@@ -95,7 +125,7 @@ class _Walk:
         for value, grad in zip(op.results, received, strict=True):
             if value.name in trace.mirrored and grad is not None:
                 self.follow(value, grad)
-        if declared.gradient is None:
+        if declared.gradient is None and op.name not in self.loops:
             raise GraphError(
                 f"{op} has no gradient but the loss depends on it; wrap it in stop_gradient or use another op"
             )
@@ -106,8 +136,13 @@ class _Walk:
         results = tuple(Tensor(self.again.get(v.name, v) if block else v, trace) for v in op.results)
         needs = tuple(v.name in self.active for v in op.operands)
         with trace.on_behalf_of(op.name, op.scope, op.source):
-            context = GradientContext(operands, results, received, op.attrs, needs)
-            for value, need, grad in zip(op.operands, needs, declared.gradient(context), strict=True):
+            if op.name in self.loops:
+                grads = self.loops[op.name].gradients(trace, operands, results, received)
+            else:
+                assert declared.gradient is not None
+                context = GradientContext(operands, results, received, op.attrs, needs)
+                grads = list(declared.gradient(context))
+            for value, need, grad in zip(op.operands, needs, grads, strict=True):
                 if not need or grad is None:
                     continue
                 if grad.shape != value.shape:

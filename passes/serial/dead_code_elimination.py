@@ -11,7 +11,11 @@ Invariant: outputs, updates and annotations of what is left do not change.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from distgraph.ir.graph import Graph, Op
+from distgraph.ir.loops import STACKED, SUMMED, Loop, with_bodies
+from distgraph.ir.op_registry import lookup
 from distgraph.passes.pass_registry import register_pass
 
 
@@ -23,10 +27,27 @@ def prune(graph: Graph) -> Graph:
     for op in reversed(graph.ops):
         if op.kind == "input" or any(value.name in needed for value in op.results):
             needed.update(value.name for value in op.operands)
-            left.append(op)
+            left.append(_pruned_loop(op, needed) if lookup(op.kind).bodies else op)
     left.reverse()
     alive = {value.name for op in left for value in op.results}
     attrs = {name: attr for name, attr in graph.attrs.items() if name in alive}
     placements = {name: mesh for name, mesh in graph.placements.items() if name in alive}
     algorithms = {name: algorithm for name, algorithm in graph.algorithms.items() if name in alive}
     return graph.with_ops(left, attrs=attrs, placements=placements, algorithms=algorithms)
+
+
+def _pruned_loop(op: Op, needed: set[str]) -> Op:
+    """A loop that stacks only what is read of its turns, without needless ops in its bodies.
+
+    Its first result stays, because the op is named after it.
+    """
+    loop = Loop(op)
+    count = loop.carried + loop.sums
+    kept = [n for n, value in enumerate(op.results) if n < max(1, count) or value.name in needed]
+    if len(kept) < len(op.results):
+        stacked = [loop.stacked[n - count] for n in kept if n >= count]
+        outputs = [(f"{STACKED}{n}", value) for n, value in enumerate(stacked)]
+        sums = [(label, value) for label, value in loop.body.outputs if label.startswith(SUMMED)]
+        body = replace(loop.body, outputs=(*outputs, *sums))
+        op = replace(op, attrs={**op.attrs, "body": body}, results=tuple(op.results[n] for n in kept))
+    return with_bodies(op, prune)

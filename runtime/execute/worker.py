@@ -9,8 +9,6 @@ a collective only where its result is read.
 from __future__ import annotations
 
 import functools
-import itertools
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,14 +16,16 @@ from distgraph.errors import RuntimeFault
 from distgraph.ir.dtypes import to_numpy
 from distgraph.ir.gc_pause import collector_paused
 from distgraph.ir.graph import Value
-from distgraph.ir.op_registry import lookup
-from distgraph.passes.partition import LocalOp, RankProgram
+from distgraph.passes.partition import RankProgram
 from distgraph.runtime.execute.actor_executor import ActorExecutor
 from distgraph.runtime.execute.buffer_check import BufferCheck, CheckedWriter, check_enabled
 from distgraph.runtime.execute.finite_check import FiniteCheck, Guard
 from distgraph.runtime.execute.recorder import Recorder
+from distgraph.runtime.program.allocation import allocate
 from distgraph.runtime.program.codegen import Writer, WriterType, compile_task
 from distgraph.runtime.program.compiled_task import Arena, CompiledTask
+from distgraph.runtime.program.loop_plan import plan_loops
+from distgraph.runtime.program.loop_runner import build_loops
 from distgraph.runtime.program.memory_plan import plan_storage
 from distgraph.runtime.schedule.actor_group import ActorPlan
 from distgraph.runtime.schedule.task import UPDATES
@@ -35,8 +35,6 @@ from distgraph.runtime.transport.transport import Transport
 from distgraph.runtime.transport.watchdog import Activity, recording
 
 _VERDICT = "\0finite"  # no output has this label: names hold no NUL
-_NEUTRAL = {"sum": 0.0, "prod": 1.0, "max": -math.inf, "min": math.inf}
-
 
 _Order = tuple[tuple[str, int], ...]
 """(task, micro-batch), first to last."""
@@ -104,6 +102,7 @@ class Worker:
             if actors is None
             else ActorExecutor(actors, program, self.arena.pending, transport, control or transport)
         )
+        self.loops = plan_loops(program)
         self._allocate(sources)
         self.updates, self.updating = 0, False
         self.check = None if guard is None else FiniteCheck(guard, program, self.storage, self.arena, xp)
@@ -153,47 +152,9 @@ class Worker:
                 )
             self.arena.fixed[name] = block
         scratch = xp.empty(self.storage.scratch, xp.uint8)
-        fills = self._fills()
-        self._allocate_fused()
-        for name, slot in self.storage.slots.items():
-            if slot.root != name or slot.kind not in ("persistent", "ring", "scratch"):
-                continue
-            if name in self.arena.fixed:
-                continue
-            shape, dtype = program.types[name]
-            array_type = to_numpy(dtype)
-            if slot.kind == "scratch":
-                size = math.prod(shape) * array_type.itemsize
-                block = scratch[slot.offset : slot.offset + size]
-                self.arena.fixed[name] = block.view(array_type).reshape(shape)
-            elif slot.kind == "persistent":
-                block = xp.zeros(shape, array_type)  # costs nothing before it is touched
-                if name in fills:
-                    block[...] = fills[name]
-                self.arena.fixed[name] = block
-            else:
-                count = self.storage.rings[name]
-                self.arena.rings[name] = [xp.zeros(shape, array_type) for _ in range(count)]
-
-    def _allocate_fused(self) -> None:
-        """Allocate one block for the results of each collective of several tensors."""
-        types, slots, fixed = self.program.types, self.storage.slots, self.arena.fixed
-        for collective, results in self.storage.fused.items():
-            ends = itertools.accumulate(math.prod(types[name][0]) for name in results)
-            count = sum(math.prod(types[name][0]) for name in results)
-            block = self.arena.fused[collective] = self.xp.zeros(count, to_numpy(types[collective][1]))
-            for result, end in zip(results, ends, strict=True):
-                part = block[end - math.prod(types[result][0]) : end]
-                for name in (slots[result].root, result):
-                    fixed[name] = part.reshape(types[name][0])
-
-    def _fills(self) -> dict[str, float]:
-        """Value -> neutral element, for values that are the neutral element of a reduction on this rank."""
-        return {
-            local.op.result.name: _neutral(local)
-            for local in self.program.ops
-            if local.mode == "comm.mask" and not local.attrs["keep"]
-        }
+        allocate(program, self.storage, self.arena, xp, xp.zeros, scratch)
+        size = max((plan.nbytes for plan in self.loops.values()), default=0)
+        build_loops(self.loops, self.arena, xp.empty(size, xp.uint8), self._transport, xp)
 
     def step(self, feeds: Mapping[str, Any], recorder: Recorder | None = None) -> dict[str, Any]:
         """Run one step.
@@ -338,9 +299,3 @@ class Worker:
     def source(self) -> str:
         """Python text of all tasks."""
         return "\n\n".join(task.source for task in self.tasks.values())
-
-
-def _neutral(local: LocalOp) -> float:
-    declared = lookup(local.op.kind)
-    assert declared.cost == "comm"
-    return _NEUTRAL[local.attrs["reduction"]]

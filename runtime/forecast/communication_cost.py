@@ -60,6 +60,10 @@ class TrafficCost:
         self._group_links: dict[tuple[ProcessMesh, tuple[str, ...]], frozenset[int]] = {}
         self._representatives: dict[tuple[int, ...], tuple[int, ...]] = {}  # of devices, by ranks
 
+    def of_body(self, graph: Graph) -> TrafficCost:
+        """Costs of the communication in the body of a loop."""
+        return TrafficCost(graph, self.cluster, self.devices)
+
     def collective(self, program: RankProgram, local: LocalOp) -> Message:
         """A collective on the groups of one mesh, with the sizes of one rank."""
         op, declared = local.op, local.collective

@@ -52,6 +52,10 @@ class OpCost:
         hardware = cost.cluster.devices[device]
         self._model = (hardware.type, hardware.model, hardware.origin)
 
+    def of_program(self, program: RankProgram, storage: Storage) -> OpCost:
+        """The costs of the body of a loop on the same device."""
+        return OpCost(program, storage, self.cost, self.device, self._cache, self.kernels)
+
     def of(self, local: LocalOp) -> tuple[Work, float]:
         """Work and seconds of the computation in a local op of any mode, without communication."""
         work = self.work(local)

@@ -23,7 +23,7 @@ program waits for the others where they start.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 
@@ -34,6 +34,7 @@ from distgraph.resources.runtimes.load_runtime import default_runtime
 from distgraph.resources.runtimes.runtime_model import Purpose, RuntimeModel
 from distgraph.runtime.forecast.communication_cost import Message, TrafficCost
 from distgraph.runtime.forecast.op_cost import NOTHING, OpCost, Work
+from distgraph.runtime.program.loop_plan import plan_loop
 from distgraph.runtime.program.storage import Storage, is_started
 
 Channel = tuple[str, tuple[int, ...], int]
@@ -86,7 +87,7 @@ class TaskTime:
 class _PricedOp:
     """A local op with its costs, the values that it waits for and the number of ops that the host issues.
 
-    `message` is None if it only computes.
+    `message` is None if it only computes; `loop` has the times of all turns of a loop.
     """
 
     local: LocalOp
@@ -95,6 +96,7 @@ class _PricedOp:
     seconds: float = 0.0
     message: Message | None = None
     issued: int = 0
+    loop: TaskTime | None = None
 
 
 class Streams:
@@ -168,10 +170,27 @@ class Streams:
         if local.mode == "send" or (is_started(local) and local.mode != "recv"):
             work, seconds = self.ops.of(local)
             return _PricedOp(local, waits, work, seconds, self._message_cost(self.program, local))
+        if local.mode == "loop":
+            return _PricedOp(local, waits, loop=self.loop_time(local))
         if self.ops.updated_at_once(local):
             return _PricedOp(local, waits)
         (work, seconds), (ops, more) = self.ops.of(local), self.ops.more(local)
         return _PricedOp(local, waits, work, seconds + more, None, (work.kind != "none") + ops)
+
+    def loop_time(self, local: LocalOp) -> TaskTime:
+        """Times of all turns of a loop, with the copies of what turns leave and hand on."""
+        plan, times = plan_loop(local), []
+        for body in plan.bodies.values():
+            ops = self.ops.of_program(body.program, body.storage)
+            streams = Streams(
+                body.program, body.storage, ops, self.traffic.of_body(body.program.graph), self.runtime
+            )
+            (task,) = body.program.tasks
+            times.append(streams.run(task, last=True))
+        copies = Work("memory", nbytes=2 * plan.copied)
+        seconds = self.ops.seconds(copies) if plan.copied else 0.0
+        times.append(TaskTime(seconds, seconds, 0.0, 0.0, 0.0))
+        return _repeated(times, plan.loop.turns)
 
     def _message_cost(self, program: RankProgram, local: LocalOp) -> Message:
         if local.mode == "send":
@@ -230,6 +249,24 @@ class Streams:
                 for step in self.steps(task)
             ]
         return streams
+
+
+def _repeated(times: Sequence[TaskTime], turns: int) -> TaskTime:
+    """Times that follow one another, a number of times."""
+
+    def total(of: Callable[[TaskTime], float]) -> float:
+        return turns * sum(map(of, times))
+
+    links = {link for time in times for link in (*time.wire, *time.linked)}
+    return TaskTime(
+        total(lambda time: time.seconds),
+        total(lambda time: time.compute),
+        total(lambda time: time.exposed),
+        total(lambda time: time.communication),
+        total(lambda time: time.flops),
+        {link: turns * sum(time.wire.get(link, 0.0) for time in times) for link in links},
+        {link: turns * sum(time.linked.get(link, 0.0) for time in times) for link in links},
+    )
 
 
 def scatters_gradients(task: LocalTask) -> bool:
@@ -333,6 +370,9 @@ class _Run:
 
     def _execute(self, step: _PricedOp) -> None:
         local = step.local
+        if step.loop is not None:
+            self._run_loop(local, step.loop)
+            return
         if step.message is not None:
             if step.seconds:
                 self._record_span("compute", local, self.clock, step.seconds)
@@ -354,6 +394,18 @@ class _Run:
         self.clock += seconds
         self.compute += seconds
         self.flops += step.work.flops if step.work.kind == "matmul" else 0.0
+
+    def _run_loop(self, local: LocalOp, loop: TaskTime) -> None:
+        """All turns of a loop, which waits for its own collectives."""
+        self._record_span("compute", local, self.clock, loop.seconds)
+        self.clock += loop.seconds
+        self.compute += loop.compute
+        self.exposed += loop.exposed
+        self.communication += loop.communication
+        self.flops += loop.flops
+        for counted, more in ((self.wire, loop.wire), (self.linked, loop.linked)):
+            for link, amount in more.items():
+                counted[link] = counted.get(link, 0.0) + amount
 
     def _send(self, local: LocalOp, message: Message) -> None:
         self._count_traffic(message)

@@ -10,6 +10,7 @@ from distgraph.passes.partition import RankProgram, receives
 from distgraph.passes.pass_pipeline import Pipeline, Watch, pipeline, run_passes
 from distgraph.passes.pass_registry import PASSES, PassContext
 from distgraph.passes.redistribution.planner import Price, wire_price
+from distgraph.passes.serial.loops.restore import restore
 from distgraph.passes.split_tasks import Parts
 from distgraph.plan.pipeline_schedules import schedule_policy
 from distgraph.runtime.program.actor_limits import actor_limits
@@ -122,7 +123,7 @@ def reshard_program(
     completed: Graph, micro_batches: int, passes: Pipeline, watch: Watch | None = None
 ) -> ReshardedProgram:
     """Run the passes on completed graphs, and those that make changes of layout explicit."""
-    planned = replace(completed, micro_batches=micro_batches)
+    planned = replace(restore(completed), micro_batches=micro_batches)
     completed = run_passes(planned, passes.within("completed"), watch=watch, verified=False)
     resharded: Graph = run_passes(completed, passes.reaching("resharded"), watch=watch, verified=False)
     return ReshardedProgram(planned, completed, resharded, passes)

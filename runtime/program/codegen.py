@@ -172,6 +172,8 @@ class Writer:
             self.accumulate(op, last)
         elif mode == "compute":
             self.compute(local)
+        elif mode == "loop":
+            self.loop(local)
         elif mode == "send":
             self.send(local)
         elif mode == "recv":
@@ -217,6 +219,13 @@ class Writer:
             )
         extra = ", micro=m" if declared.micro else ""
         self.line(f"{function}({', '.join(operands)}, out={outs}{extra})".replace("(, ", "("), op)
+
+    def loop(self, local: LocalOp) -> None:
+        """Run a loop, whose body is a task of its own."""
+        operands = [self.read(value.name) for value in local.op.operands]
+        targets = [self.target(value.name) for value in local.op.results]
+        run = self.bind(local.op.kind, self.arena.loops[local.op.name])
+        self.line(f"{run}(m, ({', '.join(operands)},), ({', '.join(targets)},))", local.op)
 
     def add_to_total(self, local: LocalOp, operands: list[str], total: str) -> None:
         """Compute directly into the mean over the micro-batches."""

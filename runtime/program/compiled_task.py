@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +42,7 @@ class Arena:
         pending: (value, micro-batch) -> handle of a collective that another task waits for.
         sends: root name -> for each of its buffers the unfinished sends from it.
         fused: name of a collective of several tensors -> the block of memory of its results.
+        loops: name of a loop -> (micro-batch, operands, results) -> None, which runs it.
     """
 
     fixed: dict[str, Any]
@@ -50,3 +51,4 @@ class Arena:
     pending: dict[tuple[str, int], Any]
     sends: dict[str, list[list[collectives.Handle]]]
     fused: dict[str, Any] = field(default_factory=dict)
+    loops: dict[str, Callable[[int, Sequence[Any], Sequence[Any]], None]] = field(default_factory=dict)

@@ -25,6 +25,7 @@ from distgraph.ir.dtypes import itemsize, to_numpy
 from distgraph.ir.graph import Value
 from distgraph.ir.op_registry import freeze, lookup, workspace
 from distgraph.passes.partition import LocalOp, LocalTask, RankProgram
+from distgraph.runtime.program.loop_plan import LoopPlan, plan_loop
 from distgraph.runtime.program.storage import Storage, in_one_block, is_fused, nbytes
 
 Shell = np.ndarray[Any, Any]
@@ -63,6 +64,8 @@ def _packed_bytes(local: LocalOp, program: RankProgram) -> int:
 
 def _op_workspace(local: LocalOp, shells: _OperandShells, cache: dict[object, int]) -> int:
     declared = lookup(local.op.kind)
+    if local.mode == "loop":
+        return _loop_workspace(plan_loop(local))
     if local.mode != "compute" or declared.view:
         return 0
     adds = local.op.results[0].name in shells.storage.into and declared.adds is not None
@@ -73,6 +76,12 @@ def _op_workspace(local: LocalOp, shells: _OperandShells, cache: dict[object, in
         results = [shells.local(value) for value in local.op.results]
         cache[key] = workspace(local.op.kind, operands, local.attrs, results, adds=adds)
     return cache[key]
+
+
+def _loop_workspace(plan: LoopPlan) -> int:
+    """Bytes of the buffers of a loop, which loops of a rank share, and of the kernels inside."""
+    kernels = [task_workspace(body.program, body.storage) for body in plan.bodies.values()]
+    return plan.nbytes + max((size for each in kernels for size in each.values()), default=0)
 
 
 class _OperandShells:

@@ -146,7 +146,7 @@ def test_loops_carry_their_subgraphs():
     parsed = round_trip(graph)
     assert same_graph(parsed, graph)
     body = next(op for op in parsed.ops if op.kind == "while_loop").attrs["body"]
-    assert [v.type for _, v in body.outputs][1] == "f32[2, 3]"
+    assert [v.type for _, v in body.updates][1] == "f32[2, 3]"
     x = np.full((2, 3), 1.5, np.float32)
     assert np.array_equal(interpret(parsed, {"x0": x})[0]["y1"], np.full((2, 3), 12, np.float32))
 

@@ -19,8 +19,8 @@ from distgraph.ir.op_registry import REGISTRY
 
 FED = set(SOURCES)  # data that the runtime brings in: nothing to compute
 RUNTIME = {"accumulate", "reshard"} | {
-    k for k in REGISTRY if k.startswith("comm.")
-}  # the identity on one rank
+    k for k in REGISTRY if k.startswith(("comm.", "loop."))
+}  # the identity on one rank, and ops that are laid out but never run
 
 SAMPLES = PRIMITIVES | FUSED
 CASES = list(every(SAMPLES))

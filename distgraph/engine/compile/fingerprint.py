@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from distgraph.ir.graph import Graph
 from distgraph.ir.printer import attr_text
 from distgraph.nn import Module
+from distgraph.passes.serial.loops.flatten import HELD, RESULTS, flatten
 from distgraph.plan.plan import Program
 
-_IGNORED = ("init", "salt")  # initial values and keys of random ops, which do not affect layouts
+_IGNORED = ("init", "salt", RESULTS)  # initial values, keys of random ops, names: they do not affect layouts
 
 
 def program_of(model: Callable[..., Any], serial: Graph) -> Program:
@@ -32,6 +32,7 @@ def fingerprint(serial: Graph) -> str:
     """
     hashed = hashlib.sha256()
     number: dict[str, int] = {}
+    serial = flatten(serial)
     for op in serial.ops:
         attrs = {key: value for key, value in op.attrs.items() if key not in _IGNORED}
         operands = [number[value.name] for value in op.operands]
@@ -46,15 +47,13 @@ def fingerprint(serial: Graph) -> str:
 
 
 def _attrs(attrs: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key}={attr_text(_without_sources(value))}" for key, value in sorted(attrs.items()))
-
-
-def _without_sources(value: Any) -> Any:
-    """A subgraph without its source lines; any other value unchanged."""
-    if not isinstance(value, Graph):
-        return value
-    ops = (
-        replace(op, source="", attrs={key: _without_sources(each) for key, each in op.attrs.items()})
-        for op in value.ops
+    return ", ".join(
+        f"{key}={attr_text(_without_bodies(key, value))}" for key, value in sorted(attrs.items())
     )
-    return value.with_ops(ops)
+
+
+def _without_bodies(key: str, value: Any) -> Any:
+    """The attributes of a flat loop without its bodies, whose ops are in the flat program."""
+    if key != HELD:
+        return value
+    return {name: each for name, each in value.items() if isinstance(each, (bool, int))}

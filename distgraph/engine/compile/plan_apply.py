@@ -23,9 +23,12 @@ from distgraph.ir.sharding_spec import DistAttr, Origin
 from distgraph.ir.verifier import verify
 from distgraph.passes.assign_meshes import on_other_meshes
 from distgraph.passes.communication.defer_cross_mesh_sums import spread_over_meshes
-from distgraph.passes.complete import check_op_axes, follow
+from distgraph.passes.complete import check_op_axes
+from distgraph.passes.redistribution.source_layout import follow
 from distgraph.passes.redistribution.tiles import without_unit_axes
 from distgraph.passes.search.layering.layer_sequence import REST
+from distgraph.passes.serial.loops.flatten import flatten
+from distgraph.passes.serial.loops.restore import restore
 from distgraph.plan.plan import Computed, Plan, Program
 from distgraph.plan.strategy import with_decisions
 from distgraph.resources import Cluster
@@ -57,14 +60,15 @@ def apply_plan(request: CompileRequest, plan: Plan) -> tuple[Graph, Graph]:
         GraphError: the plan is for another program, or has a layout that an op does not allow.
         ShardingError: an annotation of the model contradicts the plan.
     """
-    serial = with_repeated_meshes(_trace(request, plan), plan)
+    program = with_repeated_meshes(_trace(request, plan), plan)
+    serial = flatten(program)
     positions = OpPositions(serial, layers_by_first_ops(serial, [layer.first for layer in plan.layers]))
     decomposed = decompose_ops(serial, _decomposed_ops(plan, positions))
     graph, meshes = _place_ops(decomposed, plan, positions)
     completed = _assemble(graph, meshes, plan, positions)
-    completed = _with_annotations(serial, completed, plan)
+    completed = restore(_with_annotations(serial, completed, plan))
     completed = verify(completed, "completed")  # the plan may come from an edited file
-    return serial, replace(completed, micro_batches=plan.micro_batches)
+    return program, replace(completed, micro_batches=plan.micro_batches)
 
 
 def with_repeated_meshes(serial: Graph, plan: Plan) -> Graph:
@@ -118,7 +122,7 @@ def _trace(request: CompileRequest, plan: Plan) -> Graph:
     _check_program(plan.program, program_of(request.training_spec.model, serial))
     if not plan.recompute:
         return serial
-    layers = layers_by_first_ops(serial, [layer.first for layer in plan.layers])
+    layers = layers_by_first_ops(flatten(serial), [layer.first for layer in plan.layers])
     return recomputing(request, layers, plan.recompute)
 
 

@@ -22,6 +22,7 @@ from distgraph.passes.communication.defer_cross_mesh_sums import spread_over_mes
 from distgraph.passes.decompose import decompose
 from distgraph.passes.search.layering.layer_sequence import REST, Layering, cluster_layers
 from distgraph.passes.search.layering.layer_sequence import Layer as GraphLayer
+from distgraph.passes.serial.loops.flatten import flat_layers, flatten, has_loops
 from distgraph.plan.components import KINDS
 from distgraph.plan.decisions import Decisions
 from distgraph.plan.export import surface_of
@@ -110,6 +111,10 @@ def plan_of_graph(
         placements: mesh of every op of the serial graph; by default the result of `assign_meshes.place`.
         exported: whether the plan includes the module interface that exports need.
     """
+    if has_loops(serial):
+        serial = flatten(serial)
+        layers = tuple(GraphLayer(names) for names in flat_layers(serial, [layer.ops for layer in layers]))
+    completed = flatten(completed)
     ((default, _),) = Counter(_mesh(op) for op in completed.ops).most_common(1)
     fused, whole = _decompose(serial, completed, default)
     mesh_of = dict(placements) if placements is not None else place(whole, default)[1]

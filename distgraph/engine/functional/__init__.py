@@ -3,7 +3,7 @@
 from distgraph.engine.functional.eager_trace import eager
 from distgraph.engine.functional.gradients import grad, mark_pipeline_boundary, value_and_grad
 from distgraph.engine.functional.parallelized_step import ParallelizedStep, parallelize
-from distgraph.engine.functional.pytrees import tree_map
+from distgraph.tracing.pytrees import tree_map
 
 __all__ = [
     "ParallelizedStep", "eager", "grad", "mark_pipeline_boundary", "parallelize", "tree_map",

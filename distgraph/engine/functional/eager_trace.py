@@ -66,6 +66,11 @@ class EagerTrace(Trace):
         self._compute(self.ops[-1], {})
         return results
 
+    def replace_op(self, position: int, op: Op) -> None:
+        """Compute an op again that has more results now."""
+        super().replace_op(position, op)
+        self._compute(op, {})
+
     def gradients(self, loss: Any) -> dict[str, np.ndarray]:
         """Name -> gradient of a loss, for every trainable parameter that was read.
 

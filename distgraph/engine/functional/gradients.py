@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distgraph.engine.compile.training_spec import check_loss
-from distgraph.engine.functional.pytrees import leaves, map_leaves
 from distgraph.errors import GraphError
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.passes.serial.backward import differentiate
+from distgraph.tracing.pytrees import leaves, map_leaves
 from distgraph.tracing.tensor import Tensor
 from distgraph.tracing.tracer import Trace
 

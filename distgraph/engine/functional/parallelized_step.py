@@ -11,7 +11,6 @@ import numpy as np
 
 from distgraph.engine.compile.program_summary import PlanView
 from distgraph.engine.engine import Engine
-from distgraph.engine.functional.pytrees import check_same, leaves, map_leaves
 from distgraph.engine.functional.state_arrays import StateArray, StateSource
 from distgraph.engine.functional.step_spec import (
     StepOptimizer,
@@ -29,6 +28,7 @@ from distgraph.plan.strategy import Strategy
 from distgraph.resources import Cluster, load_cluster, local_cluster
 from distgraph.runtime.forecast.forecast import Forecast
 from distgraph.runtime.job.job_files import ranks_of_job
+from distgraph.tracing.pytrees import check_same, leaves, map_leaves
 
 METHODS = ("data_parallel", "zero2", "zero3", "shard", "pipeline", "auto")
 LAYERS = ("manual", "auto")

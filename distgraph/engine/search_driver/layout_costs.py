@@ -40,6 +40,7 @@ from distgraph.passes.search.intra_op.warm_start import Ints, corresponding_ops,
 from distgraph.passes.search.layering.layer_sequence import cluster_layers, layering
 from distgraph.passes.search.layering.layered_graph import LayeredGraph
 from distgraph.passes.search.solver.problem import Problem, Solution
+from distgraph.passes.serial.loops.flatten import flat_layers, flatten
 from distgraph.plan.capabilities import ANY, Capabilities
 from distgraph.plan.constraints import FREE, SearchConstraints
 from distgraph.resources import Cluster, CollectiveCost, shared_cost
@@ -221,8 +222,11 @@ class LayoutCosts:
             blocks = [layers[number].ops for number in recompute]
         graph = self.request.training_spec.trace("train", fields, self.request.layouts, recompute=blocks)
         graph = replace(graph, micro_batches=micro_batches)
+        flat = flatten(graph)
         if self.firsts is None:
-            self.firsts = [layer.ops[0] for layer in cluster_layers(graph, self.constraints.layers)]
+            layers = cluster_layers(graph, self.constraints.layers)
+            self.firsts = [names[0] for names in flat_layers(flat, [layer.ops for layer in layers])]
+        graph = flat
         layers = layers_by_first_ops(graph, self.firsts)
         return LayeredGraph(graph, layers, layering(graph, layers), recompute)
 

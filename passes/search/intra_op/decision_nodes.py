@@ -28,7 +28,7 @@ from distgraph.errors import ShardingError
 from distgraph.ir.graph import SOURCES, Op
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import AxisAttr, DistAttr, OpAxes, ShardSpec
-from distgraph.passes.complete import follow
+from distgraph.passes.redistribution.source_layout import follow
 from distgraph.passes.redistribution.tiles import without_unit_axes
 from distgraph.passes.search.intra_op.axis_uses import AxisUses
 from distgraph.passes.search.intra_op.strategies import Specs, Strategies, strategies_of

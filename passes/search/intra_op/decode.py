@@ -12,7 +12,7 @@ from distgraph.errors import ShardingError
 from distgraph.ir.index_rule import OpLayout
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
-from distgraph.passes.complete import follow
+from distgraph.passes.redistribution.source_layout import follow
 from distgraph.passes.redistribution.tiles import without_unit_axes
 from distgraph.passes.search.intra_op.chosen_layouts import Layouts
 from distgraph.passes.search.intra_op.decision_nodes import Nodes, OpNode, ValueNode

@@ -36,8 +36,8 @@ from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.op_registry import flops, linear_groups, lookup, rule_of
 from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
 from distgraph.ir.step_phases import multiplicity
-from distgraph.passes.complete import follow
 from distgraph.passes.redistribution.planner import Price, redistribute_cost, wire_price
+from distgraph.passes.redistribution.source_layout import follow
 from distgraph.passes.redistribution.tiles import without_unit_axes
 from distgraph.passes.search.intra_op.chosen_layouts import Layouts
 from distgraph.passes.search.intra_op.strategies import Strategies, local_bytes, strategies_in, strategies_of

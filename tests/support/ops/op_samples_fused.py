@@ -12,7 +12,8 @@ import numpy as np
 from scipy import special
 from support.ops.op_checks import Sample
 
-from distgraph.ops.control import while_subgraph
+from distgraph import ops
+from distgraph.array_api.trace import trace
 
 SAMPLES: dict[str, list[Sample]] = {}
 _RNG = np.random.default_rng(23)
@@ -366,8 +367,26 @@ _add(
 
 # loops
 
+
+def _loop(function: Any, *operands: Any) -> dict[str, Any]:
+    """Attributes of the loop that a function of operands makes."""
+    return dict(trace(function, *operands).ops[-1].attrs)
+
+
+def _running(h: Any, x: Any, w: Any) -> Any:
+    return np.sum(x * w, 0) + h, np.cumsum(x * w, 0) + h
+
+
 _operands = (np.array([1.0, 3.0, 0.5]), np.array(1.5))
 _add(
-    "while_loop", *_operands, **while_subgraph(lambda x, f: x.max() < 50.0, lambda x, f: x * f, _operands, 1),
+    "while_loop", *_operands,
+    **_loop(lambda x, f: ops.while_loop(lambda x: x.max() < 50.0, lambda x: x * f, (x,)), *_operands),
     wrt=(), reference=lambda x, f: x * 1.5 ** np.ceil(np.log(50 / 3) / np.log(1.5)), dtypes=(),
 )  # fmt: skip
+_operands = (np.array([1.0, 3.0, 0.5]), _RNG.standard_normal((4, 3)), np.array([1.0, 2.0, 3.0]))
+_add(
+    "scan", *_operands,
+    **_loop(lambda h, x, w: ops.scan(lambda h, x: (h + x * w, h + x * w), h, x), *_operands),
+    reference=_running, dtypes=(),
+)  # fmt: skip
+_add("fold_key", np.array(7, np.uint64), np.array(3, np.int64), dtypes=(), wrt=())
