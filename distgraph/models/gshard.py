@@ -21,9 +21,10 @@ class MoEConfig(GPTConfig):
     Attributes:
         experts: of each second block, from the second on.
         group: tokens that share the capacity of the experts: some whole sequences, or equal parts of one.
-        capacity_factor: an expert takes 2 * factor * group / experts tokens of a group.
+        capacity_factor: an expert takes top_k * factor * group / experts tokens of a group.
         auxiliary: weight of the loss that keeps experts equally busy, a mean over the blocks with some.
         expert_bias: whether experts have biases.
+        top_k: experts of a token.
 
     The other fields are those of `GPTConfig`.
     """
@@ -36,6 +37,7 @@ class MoEConfig(GPTConfig):
     capacity_factor: float = 1.0
     auxiliary: float = 0.01
     expert_bias: bool = False
+    top_k: int = 2
 
 
 _ALPA: dict[str, Any] = {
@@ -67,7 +69,9 @@ class GroupedExperts(Placed, MoE):
     def __init__(self, config: MoEConfig) -> None:
         c = config
         inner = c.mlp_factor * c.hidden
-        super().__init__(c.hidden, inner, c.experts, c.capacity_factor, bias=c.expert_bias, dtype=c.dtype)
+        super().__init__(
+            c.hidden, inner, c.experts, c.capacity_factor, bias=c.expert_bias, dtype=c.dtype, top_k=c.top_k
+        )
         self.activation = self._activate
         self.group = c.group
 

@@ -180,23 +180,28 @@ def test_dropout_and_batch_norm_differ_between_training_and_evaluation(rng: np.r
     np.testing.assert_allclose(forward(norm, x, params=params, training=True), batch)
 
 
-def test_mixture_of_experts_against_tokens_one_by_one(rng: np.random.Generator) -> None:
+@pytest.mark.parametrize(("top_k", "normalize"), [(1, None), (1, True), (2, None), (2, False), (3, None)])
+def test_mixture_of_experts_against_tokens_one_by_one(
+    rng: np.random.Generator, top_k: int, normalize: bool | None
+) -> None:
     groups, tokens, width, hidden, experts = 2, 7, 4, 5, 3
-    model = nn.MoE(width, hidden, experts, capacity_factor=0.6, activation=ops.tanh, dtype="f64")
+    options = {"top_k": top_k, "normalize": normalize, "dtype": "f64"}
+    model = nn.MoE(width, hidden, experts, capacity_factor=0.6, activation=ops.tanh, **options)
+    divided = top_k > 1 if normalize is None else normalize
     params = {name: rng.standard_normal(p.shape) for name, p in model.named_parameters()}
     x = rng.standard_normal((groups, tokens, width))
-    capacity = int(np.ceil(2 * 0.6 * tokens / experts))
+    capacity = int(np.ceil(top_k * 0.6 * tokens / experts))
     expected, auxiliary, dropped = np.zeros_like(x), [], 0
     for group in range(groups):
         scores = x[group] @ params["gate"]
         gates = np.exp(scores) / np.exp(scores).sum(1, keepdims=True)
         order = np.argsort(-gates, 1)
         count = np.zeros(experts, int)
-        for choice in (0, 1):
+        for choice in range(top_k):
             for t in range(tokens):
                 e = order[t, choice]
                 if count[e] < capacity:
-                    weight = gates[t, e] / (gates[t, order[t, 0]] + gates[t, order[t, 1]])
+                    weight = gates[t, e] / (gates[t, order[t, :top_k]].sum() if divided else 1.0)
                     expected[group, t] += weight * np.tanh(x[group, t] @ params["up"][e]) @ params["down"][e]
                 else:
                     dropped += 1
@@ -211,13 +216,15 @@ def test_mixture_of_experts_against_tokens_one_by_one(rng: np.random.Generator) 
 
         def forward(self, x: Any) -> Any:
             y = self.moe(x)
-            return ops.concat([ops.reshape(y, (-1,)), ops.reshape(self.moe.loss, (1,))], 0)
+            scalars = [ops.reshape(each, (1,)) for each in (self.moe.loss, self.moe.dropped)]
+            return ops.concat([ops.reshape(y, (-1,)), *scalars], 0)
 
     found = forward(Both(), x, params={f"moe.{name}": p for name, p in params.items()})
     np.testing.assert_allclose(
-        found[:-1].reshape(x.shape), expected, rtol=1e-6, atol=1e-8
+        found[:-2].reshape(x.shape), expected, rtol=1e-6, atol=1e-8
     )  # 1e-9 in the share
-    np.testing.assert_allclose(found[-1], np.mean(auxiliary))
+    np.testing.assert_allclose(found[-2], np.mean(auxiliary))
+    np.testing.assert_allclose(found[-1], dropped / (groups * tokens * top_k))
 
 
 def test_running_statistics_follow_the_batches(rng: np.random.Generator) -> None:
