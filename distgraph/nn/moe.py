@@ -150,7 +150,8 @@ class MoE(Module):
         dispatch = (ops.stop_gradient(combine) > 0.0).astype(x.dtype)
         routed = self._sent(ops.einsum("gsec,gsm->egcm", dispatch, x), to_experts=True)
         returned = self._sent(self.feed(routed), to_experts=False)
-        return self._at_tokens(ops.einsum("gsec,egcm->gsm", combine, returned))
+        y: Tensor = self._at_tokens(ops.einsum("gsec,egcm->gsm", combine, returned))
+        return y
 
     def feed(self, routed: Tensor) -> Tensor:
         """Every expert on its tokens: [experts, groups, capacity, width] -> the same shape."""

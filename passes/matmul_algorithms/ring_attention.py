@@ -26,8 +26,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from distgraph.errors import ShardingError
-from distgraph.ir.graph import Op, Value
+from distgraph.ir.graph import Graph, Op, Value
 from distgraph.ir.index_rule import OpLayout
+from distgraph.ir.matmul_algorithm import ATTENTION, MatmulAlgorithm
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.op_registry import (
     infer_results,
@@ -234,3 +235,20 @@ def check_ring(op: Op, attrs: Mapping[str, DistAttr]) -> None:
             f"{op}: algorithm ring needs equal shares but axis {weighted} of {mesh} has weights; split the "
             f"sequence over another axis"
         )
+
+
+def by_rings(graph: Graph) -> Graph:
+    """A completed graph in which a ring computes every attention whose layout it fits; the graph itself where
+    there is none."""
+    chosen = {}
+    for op in graph.ops:
+        if op.kind in ATTENTION and op.role == "forward" and op.name not in graph.algorithms and _fits(op):
+            chosen[op.name] = MatmulAlgorithm("ring")
+    return replace(graph, algorithms={**graph.algorithms, **chosen}) if chosen else graph
+
+
+def _fits(op: Op) -> bool:
+    layout = op.layout
+    assert layout is not None
+    equal = op.operands[0].shape[2] == op.operands[1].shape[2]
+    return equal and layout.parts("s") > 1 and not set(layout.of("s")) & set(layout.mesh.weights)

@@ -141,15 +141,24 @@ def forecast_training(
     return ProgramForecast(request, cluster, program, mapping, step)
 
 
-def with_data_parallel_inputs(serial: Graph, mesh: ProcessMesh) -> Graph:
-    """A serial graph without its annotations, and with every input split along its first dim."""
+def with_data_parallel_inputs(serial: Graph, mesh: ProcessMesh, length: int | None = None) -> Graph:
+    """A serial graph without its annotations, and with every input split along its first dim.
+
+    Args:
+        serial: the graph.
+        mesh: its first axis splits the first dim.
+        length: of the sequences, which the second axis splits where it is the length of the second dim.
+    """
     ops = [replace(op, kind="identity", attrs={}) if op.kind == "reshard" else op for op in serial.ops]
     origin = Origin("user", "plain data parallelism")
-    attrs = {
-        op.name: DistAttr(mesh, ShardSpec.of([mesh.axes[0], *[None] * (len(op.result.shape) - 1)]), origin)
-        for op in serial.sources("input")
-        if op.result.shape
-    }
+    attrs = {}
+    for op in serial.sources("input"):
+        shape = op.result.shape
+        split = [mesh.axes[0], *[None] * (len(shape) - 1)]
+        if len(shape) > 1 and shape[1] == length:
+            split[1] = mesh.axes[1]
+        if shape:
+            attrs[op.name] = DistAttr(mesh, ShardSpec.of(split), origin)
     return serial.with_ops(ops, attrs=attrs, placements={}, axis_attrs={}, op_axes={})
 
 

@@ -19,10 +19,12 @@ from distgraph.engine.search_driver.candidate import (
     layout_identity,
     program_of_plan,
     split_by_data_axes,
+    with_rings,
 )
 from distgraph.engine.search_driver.evaluations import Evaluation, evaluation_of, without_program
 from distgraph.engine.search_driver.fixed_mesh_search import (
     annotated_meshes,
+    context_parallel,
     data_parallel,
     double_recursion,
     mesh2d_programs,
@@ -36,6 +38,7 @@ from distgraph.engine.search_driver.search_state import FORECASTS, Event, Search
 from distgraph.engine.search_driver.stage_search import pipeline_estimate
 from distgraph.engine.search_driver.uniform_pipelines import best_uniform
 from distgraph.errors import DistGraphError, ShardingError
+from distgraph.ir.matmul_algorithm import ATTENTION
 from distgraph.passes.matmul_algorithms import MATMUL_ALGORITHMS
 from distgraph.passes.matmul_algorithms.product_seconds import ALGORITHMS
 
@@ -139,6 +142,54 @@ def evaluate_zero(state: SearchState) -> Iterator[Event]:
         for level in levels[1:]:
             if split >= _NEEDED_SPLIT[level]:
                 yield state.record(state.evaluations.evaluate(replace(candidate, zero=level)))
+
+
+def evaluate_context_parallel(state: SearchState) -> Iterator[Event]:
+    """Sequences split over as few ranks as leave each a sample, and over all, with attention by rings.
+
+    Nothing is tried where the program has no attention or the runtime has no rings.
+    """
+    layout_costs, devices = state.layout_costs, len(state.layout_costs.devices)
+    graph = layout_costs.layered_graph(state.constraints.start.micro_batches).graph
+    kinds = {op.kind for op in graph.ops}
+    if state.single_stage_breaks() or layout_costs.named_axes or not kinds & set(ATTENTION):
+        return
+    if len(layout_costs.pools) > 1 or not layout_costs.capabilities.matmul_algorithms:
+        return
+    samples = state.request.size // state.constraints.start.micro_batches
+    divisors = [n for n in range(2, devices + 1) if devices % n == 0]
+    fewest = next((n for n in divisors if devices // n <= samples), None)
+    for ranks in dict.fromkeys(n for n in (fewest, devices) if n is not None and n > 1):
+        if state.expired():
+            return
+        name = f"context parallel: dp={devices // ranks} x sp={ranks}"
+        yield Event(name)
+        program = context_parallel(layout_costs, ranks, name)
+        if isinstance(program, str):
+            state.evaluations.baselines[name] = program
+        else:
+            yield state.record(evaluation_of(program))
+
+
+def evaluate_rings(state: SearchState) -> Iterator[Event]:
+    """The best program, and faster ones that do not fit, with rings in place of gathered keys and values."""
+    layout_costs = state.layout_costs
+    if not layout_costs.capabilities.matmul_algorithms or state.expired():
+        return
+    graph = layout_costs.layered_graph(state.constraints.start.micro_batches).graph
+    if not {op.kind for op in graph.ops} & set(ATTENTION):
+        return
+    unfit = [e for e in state.evaluations.all if e.candidate and not e.fits and e.seconds < _seconds(state)]
+    best = [] if state.best is None else [state.best]
+    for evaluation in [*best, *sorted(unfit, key=lambda e: e.memory_ratio)[:FORECASTS]]:
+        program = with_rings(evaluation.built(layout_costs), layout_costs)
+        if evaluation is not state.best:
+            evaluation.release()
+        if program is not None:
+            yield Event("attention by rings")
+            yield state.record(evaluation_of(replace(program, origin="search"), other_layouts=True))
+        if state.expired():
+            return
 
 
 def _evaluate_data_parallel_zero(state: SearchState, level: int) -> Generator[Event, None, bool]:

@@ -23,6 +23,7 @@ from distgraph.ir.gc_pause import collector_paused
 from distgraph.ir.graph import Graph
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.passes.assign_meshes import place
+from distgraph.passes.matmul_algorithms.ring_attention import by_rings
 from distgraph.passes.search.intra_op.apply_layouts import assign
 from distgraph.passes.search.intra_op.chosen_layouts import Layouts
 from distgraph.passes.search.intra_op.cost_model import MOST_AXES
@@ -354,6 +355,24 @@ def build_program(
     shortages = out_of_memory(result, layout_costs.cluster)
     return BuiltCandidate(
         origin, candidate, decisions, layered, placements, completed, built, devices, result, shortages
+    )
+
+
+def with_rings(program: BuiltCandidate, layout_costs: LayoutCosts) -> BuiltCandidate | None:
+    """A program with rings for attention over sequences that are split; None where there is no such attention
+    without a ring."""
+    completed = by_rings(program.completed)
+    if completed is program.completed:
+        return None
+    return build_program(
+        layout_costs,
+        completed,
+        program.layered,
+        program.devices,
+        program.origin,
+        program.candidate,
+        program.placements,
+        program.decisions,
     )
 
 

@@ -162,7 +162,7 @@ def _products(program: BuiltCandidate) -> str:
 
 def _stages(program: BuiltCandidate) -> str:
     if program.candidate is None:
-        meshes = dict.fromkeys(program.build.lowered.meshes)
+        meshes = dict.fromkeys(program.completed.meshes)  # algorithms reorder ranks later
         shapes = [" x ".join(f"{axis}={mesh.axis_size(axis)}" for axis in mesh.axes) for mesh in meshes]
         if program.plan is not None:
             stages = zip(program.plan.stages, shapes, strict=True)

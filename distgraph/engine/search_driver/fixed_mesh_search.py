@@ -17,6 +17,7 @@ from distgraph.engine.search_driver.layout_costs import LayoutCosts, solve_probl
 from distgraph.engine.search_driver.restrictions import restricted
 from distgraph.errors import DistGraphError, InfeasibleError, ResourceError, ShardingError
 from distgraph.ir.graph import Graph
+from distgraph.ir.matmul_algorithm import ATTENTION, MatmulAlgorithm
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.passes.assign_meshes import on_meshes, on_other_meshes, place
 from distgraph.passes.complete import check_op_axes, complete
@@ -171,6 +172,27 @@ def data_parallel(
             completed = complete(serial, mesh)
         completed = replace(completed, micro_batches=layered.graph.micro_batches)
         return build_program(layout_costs, completed, layered, devices, name, decisions=decisions)
+    except DistGraphError as error:
+        return f"there is none: {error}"
+
+
+def context_parallel(layout_costs: LayoutCosts, ranks: int, name: str) -> BuiltCandidate | str:
+    """Sequences split over some ranks, attention by rings, beside data parallelism; or why there is none.
+
+    Parameters are repeated; everything else follows by completion.
+    """
+    decisions = layout_costs.constraints.start
+    layered = start_graph(layout_costs, decisions.micro_batches)
+    devices = layout_costs.devices
+    mesh = ProcessMesh.grid(dp=len(devices) // ranks, sp=ranks)
+    graph = replace(layered.graph, attrs={}, axis_attrs={}, op_axes={})
+    attention = [op for op in graph.ops if op.kind in ATTENTION and op.role == "forward"]
+    length = max((op.operands[0].shape[2] for op in attention), default=0)
+    rings = {op.name: MatmulAlgorithm("ring") for op in attention if op.operands[0].shape[2] == length}
+    serial = replace(with_data_parallel_inputs(graph, mesh, length), algorithms=rings)
+    try:
+        completed = replace(complete(serial, mesh), micro_batches=graph.micro_batches)
+        return build_program(layout_costs, completed, layered, devices, name)
     except DistGraphError as error:
         return f"there is none: {error}"
 

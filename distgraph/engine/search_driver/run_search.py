@@ -28,10 +28,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from distgraph.engine.search_driver.baselines import (
+    evaluate_context_parallel,
     evaluate_data_parallel,
     evaluate_double_recursion,
     evaluate_mesh2d,
     evaluate_mesh2d_where_it_gains,
+    evaluate_rings,
     evaluate_sharding_propagation,
     evaluate_single_devices,
     evaluate_start,
@@ -112,9 +114,11 @@ def search_everything(state: SearchState) -> Iterator[Event]:
     yield from evaluate_single_pools(state)
     yield from evaluate_uniform_and_recursive(state)
     yield from evaluate_mesh2d_where_it_gains(state)
+    yield from evaluate_context_parallel(state)
     yield from evaluate_zero(state)
     yield from evaluate_substituted_schedules(state)
     yield from local_search(state)
+    yield from evaluate_rings(state)
     if (error := state.evaluations.estimate_error) is not None:
         yield Event(f"estimates are {error:.1%} off the forecasts on average")
 

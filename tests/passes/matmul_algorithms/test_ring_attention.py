@@ -19,6 +19,7 @@ from distgraph.ir.printer import print_graph
 from distgraph.ir.verifier import verify
 from distgraph.passes.lower import lower
 from distgraph.passes.matmul_algorithms.distribute_attention import distribute_attention
+from distgraph.passes.matmul_algorithms.ring_attention import by_rings
 from distgraph.passes.pass_pipeline import run_passes
 from distgraph.passes.reshard import reshard
 
@@ -132,3 +133,23 @@ class TestErrors:
 def test_one_rank_computes_attention_as_it_is() -> None:
     completed = SplitAttention(GRID(sp=1), 8).completed()
     assert [op.kind for op in distribute_attention(completed).ops] == [op.kind for op in completed.ops]
+
+
+@pytest.mark.parametrize("mesh", [GRID(sp=4), GRID(dp=2, sp=3)])
+def test_layouts_that_gather_keys_are_computed_by_rings(mesh: ProcessMesh) -> None:
+    case = SplitAttention(mesh, 7, algorithm=None)
+    completed = by_rings(case.completed())
+    assert [str(each) for each in completed.algorithms.values()] == ["ring"]
+    assert by_rings(completed) is completed
+    outputs, _, _ = run_partitioned(completed, [case.arrays()], {})
+    for name, expected in case.expected().items():
+        assert np.abs(outputs[name][0] - expected).max() <= 1e-12, name
+
+
+def test_attention_whose_heads_are_split_has_no_ring() -> None:
+    for case in (
+        SplitAttention(GRID(tp=2), 8, sequence=()),
+        SplitAttention(GRID(sp=2), 8, keys=6, algorithm=None),
+    ):
+        completed = replace(case.completed(), algorithms={})
+        assert by_rings(completed) is completed
