@@ -120,17 +120,17 @@ def test_with_the_runner_up_a_step_takes_what_is_said(name: str) -> None:
         assert seconds(name, other) == pytest.approx(decision.runner_up_seconds, rel=1e-9)
         for layer in (int(each.removeprefix("layer ")) for each in unfold(key)):
             assert decision.chosen.startswith(f"stage {plan.stage_of(layer)}")
-            assert ("again" in decision.chosen) == (layer in plan.recompute)
+            assert ("recomputed" in decision.chosen) == (layer in plan.recompute)
             if decision.runner_up.startswith("stage"):
                 assert decision.runner_up == f"stage {other.stage_of(layer)}"
                 assert other.stage_of(layer) != plan.stage_of(layer)
                 assert other.recompute == plan.recompute
             else:
-                (changed,) = re.findall(r"layers? ([\d, -]+) computed", decision.runner_up)
+                (changed,) = re.findall(r"layers? ([\d, -]+) (?:re)?computed", decision.runner_up)
                 assert {*other.recompute} ^ {*plan.recompute} == {*parse_spans(changed)}
                 assert layer in parse_spans(changed)
                 assert other.stages == plan.stages
-                assert decision.runner_up_seconds != plan.forecast.seconds  # something is computed again
+                assert decision.runner_up_seconds != plan.forecast.seconds  # something is recomputed
         more = decision.runner_up_seconds / plan.forecast.seconds - 1
         assert f"({more:+.2%})" in plan.explain(unfold(key)[-1])
 
