@@ -28,7 +28,7 @@ from distgraph.ir.loops import CARRY, FIXED, TURN, Loop, source_values
 from distgraph.ir.matmul_algorithm import MatmulAlgorithm
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.op_registry import lookup
-from distgraph.ir.sharding_spec import AxisAttr, DistAttr, OpAxes
+from distgraph.ir.sharding_spec import AxisAttr, DistAttr, OpAxes, ShardSpec
 from distgraph.ops import loop_boundary as boundary
 
 BODY, CONDITION = "body", "condition"
@@ -226,7 +226,10 @@ class _Flat:
         self.add(condition, prefix, mesh, known)
         ((_, go),) = condition.outputs
         read = known.get(go.name) or replace(go, name=prefix + go.name)
-        self.append(_boundary_op(loop.op, boundary.TEST, (read,), Value(f"{prefix}?", (), "bool")), mesh)
+        test = _boundary_op(loop.op, boundary.TEST, (read,), Value(f"{prefix}?", (), "bool"))
+        self.append(test, mesh)
+        if test.layout is not None:  # of a completed graph: every rank of the loop knows the condition
+            self.attrs[test.name] = DistAttr(test.layout.mesh, ShardSpec(()))
 
 
 def _kind_into(source: str) -> str:
