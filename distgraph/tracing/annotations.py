@@ -12,7 +12,7 @@ from typing import Any
 
 from distgraph.errors import ShardingError
 from distgraph.ir.graph import SOURCES
-from distgraph.ir.matmul_algorithm import MatmulAlgorithm
+from distgraph.ir.matmul_algorithm import ATTENTION, MatmulAlgorithm
 from distgraph.ir.mesh import ProcessMesh, check_mesh
 from distgraph.ir.sharding_spec import AxisAttr, Dim, DistAttr, Origin, ShardSpec, UserDim, check_has_axes
 from distgraph.tracing.op_axes import IndexAxes, laid_out_op
@@ -181,9 +181,8 @@ def shard_op(
 
     Raises:
         ShardingError: no mesh, no counts and no axes; counts or axes that do not fit the op, or besides
-            specs; the number of
-            specs and of tensors differ; a dataflow without an algorithm, an unknown
-            one, or one on a mesh of one axis.
+            specs; the number of specs and of tensors differ; a call without an op that the algorithm
+            computes; a dataflow without an algorithm, an unknown one, or one on a mesh of one axis.
 
     Example:
         `y = dg.shard_op(self.fc, mesh, algorithm="meshslice", dataflow="OS", slices=4)(x)`
@@ -197,14 +196,19 @@ def shard_op(
         return _of_one_op(function, mesh, counts, axes, others, caller())
     check_mesh(f"shard_op ({caller()})", mesh)
     chosen = None if algorithm is None else MatmulAlgorithm(algorithm, slices, block)
-    flow = _flow_layouts(mesh, chosen, dataflow, caller())
+    where = caller()
+    flow = _flow_layouts(mesh, chosen, dataflow, where)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if chosen is None:
             return sharded(*args, **kwargs)
-        weight = None if flow is None else flow[1]
-        with Trace.current().computing_by(chosen, weight):
-            return sharded(*args, **kwargs)
+        weight, trace = None if flow is None else flow[1], Trace.current()
+        before = len(trace.algorithms)
+        with trace.computing_by(chosen, weight):
+            returned = sharded(*args, **kwargs)
+        if len(trace.algorithms) == before:
+            raise ShardingError(_nothing_to_compute(chosen, where))
+        return returned
 
     def sharded(*args: Any, **kwargs: Any) -> Any:
         tensors = [a for a in args if isinstance(a, Tensor)]
@@ -226,6 +230,17 @@ def shard_op(
         return _pinned(returned, mesh, out_specs, None if flow is None else flow[2])
 
     return call
+
+
+def _nothing_to_compute(algorithm: MatmulAlgorithm, where: str) -> str:
+    """The message of a call without an op that its algorithm computes."""
+    kinds, advice = " and ".join(algorithm.kinds), "give it such an op"
+    if algorithm.kinds == ATTENTION:
+        advice = "use ops.attention or a module with fused=True"
+    return (
+        f"shard_op ({where}): algorithm {algorithm} computes ops of kind {kinds} but the call has none "
+        f"outside of loops; {advice}, or leave the algorithm out"
+    )
 
 
 def _pinned(

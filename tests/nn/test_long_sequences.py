@@ -21,6 +21,7 @@ from support.sequences.long_sequences import (
 )
 
 import distgraph as dg
+from distgraph.array_api.trace import trace
 from distgraph.engine import train_graph
 from distgraph.errors import GraphError, ShardingError
 from distgraph.models import GPT, GPTConfig, Llama, LlamaConfig, annotate
@@ -175,6 +176,19 @@ def test_attention_of_separate_ops_has_no_ring() -> None:
     annotate(made, GRID(sp=2), context_parallel="ring")
     with pytest.raises(GraphError, match=r"separate ops is not computed by a ring .* fused=True"):
         train_graph(made, (((4, 8), "i32"), ((4, 8), "i32")))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "message"),
+    [
+        ("ring", r"algorithm ring computes ops of kind attention but the call has none .* fused=True"),
+        ("wang", r"algorithm wang computes ops of kind matmul and einsum but the call has none"),
+    ],
+)
+def test_an_algorithm_without_an_op_that_it_computes(algorithm: str, message: str) -> None:
+    function = dg.shard_op(dg.ops.tanh, GRID(sp=2), algorithm=algorithm)
+    with pytest.raises(ShardingError, match=rf"^shard_op \(.*test_long_sequences.py.*\): {message}"):
+        trace(function, np.ones((4, 4)))
 
 
 def test_an_unknown_way() -> None:

@@ -20,12 +20,16 @@ from distgraph.ir.parser import parse_graph
 from distgraph.ir.reference_interpreter import interpret
 from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
 from distgraph.ir.verifier import verify
+from distgraph.ops.loop_boundary import LEAVE
 from distgraph.passes.complete import complete
 from distgraph.passes.lower import lower
 from distgraph.passes.reshard import reshard
+from distgraph.passes.serial.backward import differentiate
 from distgraph.passes.serial.loops.flatten import flatten, is_flat
 from distgraph.passes.serial.loops.restore import restore
 from distgraph.runtime.program.build import build
+from distgraph.tracing.annotations import recompute
+from distgraph.tracing.tracer import Trace
 
 grid = ProcessMesh.grid
 RECURRENT: dict[str, dict[str, list[Any]]] = {
@@ -157,3 +161,23 @@ def test_a_while_loop_with_a_split_carry_ends_after_the_same_turns(mesh: Process
     assert int(outputs["y1"][0]) == turns
     lowered = build(completed).lowered
     assert parse_graph(str(verify(lowered, "lowered"))) == lowered
+
+
+def test_all_of_a_recomputed_while_loop_is_in_the_backward_part() -> None:
+    trace = Trace("recomputed")
+    with trace.activate():
+        x, w = (trace.source("input", name, (4,), "f64") for name in "xw")
+
+        def block(x: Any) -> Any:
+            (x,) = ops.while_loop(lambda x: ops.reduce("sum", x, None) > 1.0, lambda x: x * 0.5, (x,))
+            return ops.sin(x * w)
+
+        loss = ops.reduce("sum", recompute(block)(x), None)
+        (gradient,) = differentiate(trace, loss, [w])
+    flat = flatten(trace.finish({"dw": gradient}))
+    roles = {op.name: op.role for op in flat.ops}
+    first, second = (op.name for op in flat.ops if op.kind == LEAVE)
+    for loop, role in ((first, "forward"), (second, "backward")):
+        inside = {name for name in roles if name.startswith(f"{loop}/")}
+        assert {roles[name] for name in inside} == {role}
+        assert any(name.startswith(f"{loop}/condition/") for name in inside)

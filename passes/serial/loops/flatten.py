@@ -180,10 +180,10 @@ class _Flat:
             value = known[inner.name] = replace(inner, name=prefix + inner.name)
             read = () if name == TURN else (operands[name],)
             self.append(_boundary_op(op, _kind_into(name), read, value), mesh)
-        if loop.condition is not None:
-            self.add_condition(loop, prefix, mesh)
         before = self.link, self.role
         self.link, self.role = op.link, op.role
+        if loop.condition is not None:
+            self.add_condition(loop, prefix, mesh)
         self.add(loop.body, prefix, mesh, known)
         self.link, self.role = before
 
