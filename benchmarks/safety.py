@@ -6,8 +6,8 @@ Compared, in one process (of each rank) and in turns: an engine as it is, and th
 under test:
 
 * `step`: a training step with the check that loss and gradients are finite, over one without
-  (`Strategy(nonfinite=...)`, docs/training_safety.md), for the programs of `benchmarks/step.py`: the GPT on
-  one rank, the MLP data, tensor and pipeline parallel and ZeRO-2 on two MPI ranks.
+  (`Strategy(nonfinite=...)`, docs/running/training_safety.md), for the programs of `benchmarks/step.py`:
+  the GPT on one rank, the MLP data, tensor and pipeline parallel and ZeRO-2 on two MPI ranks.
 * `save`: a save of the GPT with the checksums of its pages and the look at every value, over one without, on
   the disk of the folder for temporary files, with what the disk needs to confirm it.
 * `load`: the same for a load, whose checksums are verified.

@@ -1,4 +1,4 @@
-"""Resource files to clusters. The file format is described in docs/resources.md."""
+"""Resource files to clusters. The file format is described in docs/planning/resources.md."""
 
 from __future__ import annotations
 

@@ -361,7 +361,12 @@ def check(document: object, file: str) -> ResourceFile:
         ResourceError: one line per mistake: file, path in the document, what was expected, what was found.
     """
     resource_file = validate(
-        ResourceFile, _with_devices(document), file, ResourceError, "docs/resources.md", written=document
+        ResourceFile,
+        _with_devices(document),
+        file,
+        ResourceError,
+        "docs/planning/resources.md",
+        written=document,
     )
     devices = 0
     for number, machine in enumerate(resource_file.machines):

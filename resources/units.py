@@ -160,7 +160,7 @@ _ORIGIN = re.compile(rf"({'|'.join(ORIGINS)})(?: within (\d+(?:\.\d+)?)%)?(?:; (
 
 
 @documented_as_text(
-    'an origin such as "data sheet" or "guess within 50%; as of the A100" (docs/resources.md)'
+    'an origin such as "data sheet" or "guess within 50%; as of the A100" (docs/planning/resources.md)'
 )
 @dataclass(frozen=True, slots=True)
 class Origin:

@@ -14,7 +14,9 @@ from distgraph.runtime.profile.calibration.calibrated_files import write_calibra
 
 
 def calibrate(
-    runs: Annotated[str, typer.Argument(help="CSV file of measured steps, see docs/calibration.md.")],
+    runs: Annotated[
+        str, typer.Argument(help="CSV file of measured steps, see docs/planning/calibration.md.")
+    ],
     output: Annotated[str, typer.Option("-o", "--output", help="Resource file to write.")],
     cluster: Annotated[
         str, typer.Option("--cluster", help="Resource file or shipped name on which they were measured.")

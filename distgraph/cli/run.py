@@ -59,7 +59,7 @@ def run(
     device that the plan has chosen; the hosts are checked before a rank starts.
 
     With --elastic the job goes on with the ranks that are left when some are lost, and with ranks that are
-    added to the hostfile (docs/elastic.md); --plan may be given several times then.
+    added to the hostfile (docs/running/elastic.md); --plan may be given several times then.
     """
     if ranks is None:
         refuse_option_of_script("run", "-n", script, args)

@@ -23,7 +23,8 @@ TARGET = typer.Option(
 RUNTIME = typer.Option(
     "--runtime",
     "--for",
-    help="What executes the program, such as megatron, torch or jax (docs/runtimes.md); default: distgraph.",
+    help="What executes the program, such as megatron, torch or jax (docs/planning/runtimes.md); "
+    "default: distgraph.",
 )
 START = typer.Option("--start", help="Plan file from which the search starts; the answer is never behind it.")
 MICRO_BATCHES = typer.Option("--micro-batches", help="Parts of a batch; default: searched.")

@@ -63,8 +63,8 @@ class Engine:
         cluster: a Cluster, or the path or name of a resource file, which gives the cost of collectives. By
             default their cost is the number of bytes sent.
         seed: seed of initial values, of shuffling and of dropout.
-        plan: the decisions about the training program, or the path of a plan file: see docs/plan.md. It
-            replaces the meshes, micro-batches and schedule of the strategy.
+        plan: the decisions about the training program, or the path of a plan file: see docs/planning/plan.md.
+            It replaces the meshes, micro-batches and schedule of the strategy.
 
     Example:
         >>> import numpy as np, distgraph as dg
@@ -267,7 +267,7 @@ class Engine:
         keep: int | None = None,
         seed: int = 0,
     ) -> list[np.ndarray]:
-        """Continue sequences of tokens by a causal language model (docs/generation.md). Collective.
+        """Continue sequences of tokens by a causal language model (docs/models/generation.md). Collective.
 
         Args:
             prompts: [b, s] integers, or b sequences of any lengths. The model maps tokens [b, n] to logits.
@@ -401,7 +401,7 @@ class Engine:
         Args:
             cluster: where; that of the engine by default. For another one the program is compiled anew.
             runtime: what executes it: distgraph by default, or a name such as "megatron", the path of a file,
-                or a model (docs/runtimes.md).
+                or a model (docs/planning/runtimes.md).
             html: also write a report there, one page that needs no network; needs the extra `report`.
             trace: also write a Chrome trace there, for ui.perfetto.dev.
             measured: what `stop_recording` returned, or the path of a file that `callbacks.Timeline` wrote:

@@ -46,7 +46,8 @@ SPLIT: dict[str, tuple[str | None, ...]] = {
 """End of a parameter's name -> the role that splits each dim. Others are whole on every rank of the mesh."""
 CONTEXT_PARALLEL = ("gather", "ring", "ulysses")
 """How attention reaches the keys of a sequence that is split: keys and values are gathered; they go round
-the ranks (docs/long_sequences.md); all are exchanged, so that heads are split in place of the sequence."""
+the ranks (docs/parallelism/long_sequences.md); all are exchanged, so that heads are split in place of
+the sequence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

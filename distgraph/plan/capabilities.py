@@ -21,7 +21,7 @@ class Capabilities:
         axes: "any"; "one_use" if an axis of a mesh either splits the batch, into equal parts, or other dims,
             and one axis splits those.
         matmul_algorithms: whether distributed algorithms of matrix products are executed
-            (docs/matmul_algorithms.md).
+            (docs/parallelism/matmul_algorithms.md).
     """
 
     stages: Literal["any", "equal", "one"] = "any"

@@ -1,6 +1,6 @@
 """The components of a plan: program, stages, layers, stored tensors, computed ops, decisions, the search.
 
-Each component knows its form in a plan file (docs/plan.md).
+Each component knows its form in a plan file (docs/planning/plan.md).
 """
 
 from __future__ import annotations
@@ -332,7 +332,8 @@ class SearchRecord:
     Attributes:
         mode: of the search; "annotations" for the plan of a program as it was compiled.
         status: "optimal", "feasible", "interrupted", ... as the search says.
-        bound: no plan takes fewer seconds a step by its forecast (docs/plan.md); None where nothing is known.
+        bound: no plan takes fewer seconds a step by its forecast (docs/planning/plan.md); None where
+            nothing is known.
         gap: (forecast - bound) / bound.
         seconds: that the search took.
         settings: what it was asked for.

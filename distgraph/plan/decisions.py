@@ -22,9 +22,10 @@ class Decisions:
         micro_batches: parts into which the batch is cut.
         schedule: name of a pipeline schedule (see `pipeline_schedules.py`).
         recompute: numbers of layers that are recomputed in the backward part.
-        zero: level of ZeRO (docs/data_parallel.md): 1 states are split over the ranks that share the batch, 2
-            gradients are reduced into parts as they are computed, 3 parameters are gathered for each use. 0
-            where layouts alone say what is split, and gradients and parameters are sent once a step.
+        zero: level of ZeRO (docs/parallelism/data_parallel.md): 1 states are split over the ranks that share
+            the batch, 2 gradients are reduced into parts as they are computed, 3 parameters are gathered
+            for each use. 0 where layouts alone say what is split, and gradients and parameters are sent
+            once a step.
     """
 
     micro_batches: int = 1

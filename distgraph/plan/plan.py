@@ -2,8 +2,8 @@
 
 A plan says which ranks form which stage, which layers a stage computes, into how many micro-batches a batch
 is cut, which layers are recomputed in the backward part, and the layout of every tensor and op. It is
-written as JSON (docs/plan.md) with one item a line and equal layers in one entry, so that the plan of a
-96-layer model stays small and two plans can be compared line by line.
+written as JSON (docs/planning/plan.md) with one item a line and equal layers in one entry, so that the plan
+of a 96-layer model stays small and two plans can be compared line by line.
 
 `engine/compile/plan_apply.py` makes a program from a plan, `engine/compile/plan_extract.py` a plan from a
 program.
@@ -153,7 +153,7 @@ class Plan(Decisions):
         return dumps(document(self))
 
     def export(self, framework: str) -> Export:
-        """The plan in the terms of another framework: docs/export.md.
+        """The plan in the terms of another framework: docs/planning/export.md.
 
         Args:
             framework: "jax", "torch" or "megatron".
@@ -174,7 +174,7 @@ class Plan(Decisions):
         device_mesh: Any = None,
         example_inputs: Mapping[str, Any] | None = None,
     ) -> DistributedModule:
-        """A model of torch that runs as the plan says, on the processes of `torchrun`: docs/apply.md.
+        """A model of torch that runs as the plan says, on processes of `torchrun`: docs/planning/apply.md.
 
         Collective: every process calls it with the same model.
 
@@ -200,7 +200,7 @@ class Plan(Decisions):
         return apply_to_torch(self, module, optimizer, device_mesh, example_inputs)
 
     def apply_to_jax(self, function: Callable[..., Any], mesh: Any = None) -> DistributedFunction:
-        """A function of JAX that is compiled with the plan's shardings: docs/apply.md.
+        """A function of JAX that is compiled with the plan's shardings: docs/planning/apply.md.
 
         Args:
             function: (params, *inputs) -> outputs, for which the plan was made with

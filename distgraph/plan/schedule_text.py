@@ -244,7 +244,7 @@ def given_schedule(given: str) -> str:
         raise GraphError(
             f"schedule {given[:80]!r} of Strategy does not exist; the schedules are "
             f"{', '.join(schedule_names())}, and a text or the path of a file with a table "
-            "(docs/schedules.md)"
+            "(docs/parallelism/schedules.md)"
         )
     where = "schedule of Strategy" if is_text else given
     table = parse_schedule(given if is_text else read_text(given, GraphError), where)

@@ -1,4 +1,4 @@
-"""The file of a plan (docs/plan.md) as pydantic models, and the parts of a plan from them.
+"""The file of a plan (docs/planning/plan.md) as pydantic models, and the parts of a plan from them.
 
 *In:* the plain data of a JSON document. *Out:* the fields of a `distgraph.plan.plan.Plan`. *Invariant:* every
 text with a form of its own is parsed, every number of a stage or layer is one that there is, nothing is given
@@ -58,7 +58,7 @@ FORMAT: Final = "distgraph plan"
 VERSION: Final = 1
 MOST_RANKS: Final = 1 << 20
 """Of all stages together: a cluster has at most 65,536 devices, and a rank may be in several stages."""
-_SEE: Final = "docs/plan.md"
+_SEE: Final = "docs/planning/plan.md"
 
 Placed = tuple[tuple[str, int], ...]
 

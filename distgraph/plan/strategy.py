@@ -37,8 +37,8 @@ class Strategy:
             the training program is first compiled, for the cluster of the engine, and keep to the
             annotations: "sharding_propagation" spreads layouts from annotated ops breadth first, "recursive"
             halves the devices again and again, "mesh2d" splits the linear layers over two axes and tunes
-            their algorithms (docs/matmul_algorithms.md), "auto" searches everything and takes the best
-            forecast.
+            their algorithms (docs/parallelism/matmul_algorithms.md), "auto" searches everything and takes
+            the best forecast.
         micro_batches: parts into which a batch is cut; gradients are accumulated over them, and the stages of
             a pipeline work on different ones at the same time. A batch that does not divide takes fewer.
             None for 1; in mode "auto" for the best number, else that mode keeps to what is given, which
@@ -54,17 +54,17 @@ class Strategy:
             True for all, numbers of layers, or paths of modules such as "blocks.0", whose layers are meant.
             "auto" chooses them by the forecast: the fastest step within `memory`, on the engine's cluster,
             also where nothing else is searched. None and False for none; None in mode "auto" to search. See
-            docs/plan.md.
+            docs/planning/plan.md.
         zero: what the ranks that share a batch store in parts instead of whole: 0 nothing more than the
             annotations say; 1 the states of the optimiser; 2 the gradients too, which are reduced into parts
             as they are made; 3 the parameters too, which are gathered layer by layer for each use. Needs
             inputs whose first dim is split, such as by `batch_axis`. None for 0; in mode "auto" a decision
-            that it keeps to, or searches. See docs/data_parallel.md.
+            that it keeps to, or searches. See docs/parallelism/data_parallel.md.
         memory: that a plan may use of each device, such as "8 GiB", or bytes. For modes that search and for
             recompute="auto"; None for what the device has.
         devices: number of devices that a plan may use, the first ones of the cluster.
         seconds: time limit of the search; None for 60.
-        runtime: what is to execute a searched plan, such as "megatron" (docs/runtimes.md); None for
+        runtime: what is to execute a searched plan, such as "megatron" (docs/planning/runtimes.md); None for
             distgraph. Devices, seconds and runtime are for modes that search.
         mesh: where everything runs that no annotation places; without it, and without annotations, on one
             rank. Mode "auto" makes meshes itself: it takes one only with `batch_axis`, which annotates the
@@ -81,11 +81,11 @@ class Strategy:
             in the search for its collectives, and 12 for each way to cut it into tiles between two meshes.
             The default, 500,000, is a few seconds. Needs refine="always".
         device: "cpu", or "gpu" to compute on CuPy arrays, which needs the extra cuda12 or cuda13, or one that
-            the program has registered. Planning for a GPU needs none; see docs/gpu.md.
+            the program has registered. Planning for a GPU needs none; see docs/running/gpu.md.
         nonfinite: what happens to a training step whose loss or gradients are nan or infinite. "raise" ends
             training with a RuntimeFault that names the parameters; "skip" leaves out the update of this step,
             on all ranks, and notes it in the history; "warn" warns once and trains on. Under the first two,
-            parameters and states stay those of before the step. See docs/training_safety.md.
+            parameters and states stay those of before the step. See docs/running/training_safety.md.
         verify_replicas: training steps between two comparisons of the parameters and states that several
             ranks hold equally, by checksums; a rank whose copy differs ends training with a RuntimeFault that
             names it. None for no comparison.
@@ -96,14 +96,14 @@ class Strategy:
             decides: passes on serial graphs run before it is made and applied, those on later stages after.
         precision: "bf16" or "fp16" to compute in 16 bits, with parameters, states and reduced gradients in
             f32; a `dg.MixedPrecision` also says which ops do, and how the loss is scaled under fp16. None
-            computes in the types of the model. See docs/mixed_precision.md.
+            computes in the types of the model. See docs/parallelism/mixed_precision.md.
         gradient_precision: "bf16" to send gradients in 16 bits where the ranks that share a batch add them
             up, which halves these bytes and rounds each gradient before and after the sum; accumulated and
-            updated in f32. None sends what is computed. See docs/data_parallel.md.
+            updated in f32. None sends what is computed. See docs/parallelism/data_parallel.md.
         executor: how ranks choose the next task of a pipeline: "static" follows the order that was recorded
             under the simulated clock; "actors" runs what is ready first, within the credits and by the
             priority of the schedule, as messages arrive. Results are equal bit for bit. A schedule that is a
-            table keeps its order under both. See docs/schedules.md.
+            table keeps its order under both. See docs/parallelism/schedules.md.
 
     Raises:
         ShardingError: an unknown mode, schedule, device, policy, executor or axis; passes that are no list of

@@ -155,7 +155,7 @@ def shard_op(
     """A function or module whose calls take and return tensors in given layouts, computed on `mesh`.
 
     With `algorithm` its matrix products, and those of its gradients, are computed by a distributed algorithm;
-    see docs/matmul_algorithms.md.
+    see docs/parallelism/matmul_algorithms.md.
 
     Args:
         function: an op, a function of tensors or a module.
@@ -163,7 +163,7 @@ def shard_op(
         in_specs: one for each argument that is a tensor; None leaves its layout unchanged.
         out_specs: one for each result; for a single result the dims themselves.
         algorithm: "meshslice", "collective", "wang", "summa", "cannon" or another that is registered; see
-            docs/matmul_algorithms.md.
+            docs/parallelism/matmul_algorithms.md.
         dataflow: "OS", "LS" or "RS", on a mesh of two axes: pins the parameter matrices, and tensors and
             results without a spec, to the layouts of this dataflow. None leaves layouts to other annotations.
             Mesh axes before the last two are of data parallelism: they split the first dim of tensors and

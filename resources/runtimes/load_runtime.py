@@ -17,7 +17,7 @@ from distgraph.serialization.documents import read_text, refuse, shown_path, val
 from distgraph.serialization.yaml_reader import MOST_BYTES, parse_yaml
 
 _DESCRIPTIVE = ("name", "about", "sources")
-_DOCUMENTATION = "docs/runtimes.md"
+_DOCUMENTATION = "docs/planning/runtimes.md"
 
 
 def shipped_runtimes() -> tuple[str, ...]:

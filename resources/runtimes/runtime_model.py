@@ -5,7 +5,7 @@ itself, PyTorch, Megatron-LM, DeepSpeed or XLA. The forecast reads both. A numbe
 is None and comes from the resource file, where a machine was measured with the runtime of distgraph.
 
 A file of a runtime model is a `RuntimeModel` in YAML. Its `sources` say for every other field where the value
-comes from; see docs/runtimes.md.
+comes from; see docs/planning/runtimes.md.
 """
 
 from __future__ import annotations

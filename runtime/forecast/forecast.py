@@ -186,7 +186,7 @@ def forecast(
         cluster: what it is to run on.
         mapping: device of every rank; rank i on device i by default.
         runtime: what executes the program: a model, the name of one, or the path of its file (see
-            docs/runtimes.md); by default distgraph.
+            docs/planning/runtimes.md); by default distgraph.
         trace: also list what runs on which stream inside every task, for pictures (`TaskTime.spans`).
 
     Raises:

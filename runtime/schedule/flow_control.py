@@ -1,7 +1,8 @@
 """Flow control by credits: how many results of a task may be alive on each edge of the task graph.
 
 A credit is the right to produce one more result. A task waits when it has none left, and gets one back when
-the consumer is done with a result. Credits turn a pipeline of actors into 1F1B (docs/schedules.md).
+the consumer is done with a result. Credits turn a pipeline of actors into 1F1B
+(docs/parallelism/schedules.md).
 """
 
 from __future__ import annotations

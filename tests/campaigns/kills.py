@@ -4,7 +4,7 @@ A trial trains a small program in one process, under `distgraph run` or under pl
 one of the processes of the job at a random moment of its start, of a step, of a save or of an evaluation, and
 checks:
 
-* the job ends within a limit, with the exit code that docs/jobs.md promises, and says what happened;
+* the job ends within a limit, with the exit code that docs/running/jobs.md promises, and says what happened;
 * no process, no temporary file is left;
 * training that goes on with the checkpoint gives the losses of an undisturbed run, bit for bit.
 

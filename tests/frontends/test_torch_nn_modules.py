@@ -70,7 +70,7 @@ def test_a_module_in_the_table_of_refused_ones_is_refused(name: str) -> None:
 
 
 def table() -> str:
-    """The section of docs/frontends.md about the modules of torch."""
+    """The section of docs/models/pytorch.md about the modules of torch."""
     share = len(ACCEPTED) / len(CASES)
     lines = [
         f"{len(ACCEPTED)} of the {len(CASES)} modules of `torch.nn` ({share:.0%}) import, with the outputs",
@@ -84,5 +84,5 @@ def table() -> str:
 
 
 def test_the_page_has_the_table() -> None:
-    page = (ROOT / "docs" / "frontends.md").read_text(encoding="utf-8")
-    assert table() in page, f"docs/frontends.md needs this text:\n{table()}"
+    page = (ROOT / "docs" / "models" / "pytorch.md").read_text(encoding="utf-8")
+    assert table() in page, f"docs/models/pytorch.md needs this text:\n{table()}"

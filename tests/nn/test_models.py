@@ -74,8 +74,8 @@ def graph_of(name: str, recompute: bool, pruned: bool = False) -> Graph:
 
 
 def row(family: str, name: str) -> str:
-    """The line of a model in the table of a family in docs/models.md."""
-    text = (ROOT / "docs" / "models.md").read_text()
+    """The line of a model in the table of a family in docs/models/models.md."""
+    text = (ROOT / "docs" / "models" / "models.md").read_text()
     table = text.partition(f"## {family}")[2].partition("\n## ")[0]
     return next(line for line in table.splitlines() if line.startswith(f"| {name} |"))
 

@@ -36,7 +36,7 @@ def saved(tmp_path: Path, change: Any = None) -> Path:
             lambda d: d.update(version=99),
             r"plan has version 99 but this distgraph reads version 1; search again",
         ),
-        (lambda d: d.pop("batch"), r"plan.json: batch: missing; add the field, see docs/plan.md"),
+        (lambda d: d.pop("batch"), r"plan.json: batch: missing; add the field, see docs/planning/plan.md"),
         (lambda d: d.update(batch=0), r"plan.json: batch: expected a number from 1 up, got 0"),
         (lambda d: d.update(batch="many"), r'batch: expected a whole number, got "many"'),
         (

@@ -1,4 +1,5 @@
-"""The README is true: its example runs as it stands, and the files it names are there."""
+"""The README is true: its example runs as it stands, and the files it names are there. Links of all pages
+lead to files, and every page of docs/ is in the README's list."""
 
 from __future__ import annotations
 
@@ -71,6 +72,32 @@ def test_files_that_it_names_are_there() -> None:
     assert run
     for path in (*linked, *run):
         assert (ROOT / path).exists(), path
+
+
+PAGES = (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_names_of_pages_lead_to_files(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    prose = re.sub(r"^```.*?^```|`[^`\n]*`", "", text, flags=re.MULTILINE | re.DOTALL)
+    for link in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", prose):
+        assert (page.parent / link).exists(), f"{page} links to {link}"
+    for name in re.findall(r"\bdocs/[\w/]+\.md\b", text):
+        assert (ROOT / name).exists(), f"{page} names {name}"
+
+
+def test_source_names_pages_that_exist() -> None:
+    for folder in ("distgraph", "passes", "runtime", "resources", "benchmarks", "tests"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for name in re.findall(r"\bdocs/[\w/]+\.md\b", path.read_text(encoding="utf-8")):
+                assert (ROOT / name).exists(), f"{path} names {name}"
+
+
+def test_every_page_is_in_the_list() -> None:
+    _, listed = README.split("\n## More\n")
+    pages = {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert pages == set(re.findall(r"\((docs/[\w/]+\.md)\)", listed))
 
 
 @needs_mpi

@@ -1,4 +1,4 @@
-"""The claims of docs/security.md: what a file says is never executed; where code is made of text."""
+"""The claims of docs/running/security.md: what a file says is never executed; where code is made of text."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_a_plan_is_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_page_names_every_environment_variable() -> None:
-    page = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "running" / "security.md").read_text(encoding="utf-8")
     used = {
         variable for text in texts().values() for variable in re.findall(r"\"(DISTGRAPH_[A-Z_]+)\"", text)
     }

@@ -40,7 +40,7 @@ def entries(folder: Path) -> list[str]:
     return [p.name for p in folder.iterdir() if not p.name.startswith((".", "__pycache__"))]
 
 
-@pytest.mark.parametrize("top", [*PRODUCT, "tests", "benchmarks"])
+@pytest.mark.parametrize("top", [*PRODUCT, "tests", "benchmarks", "docs", "tutorials"])
 def test_files_and_folders_are_small(top: str) -> None:
     for folder in folders(top):
         assert len(entries(folder)) <= MOST_ENTRIES, f"{folder} has more entries than a reader takes in"

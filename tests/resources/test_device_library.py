@@ -106,7 +106,7 @@ def test_origins_are_written_as_they_are_read(text):
     assert str(Origin.parse(text)) == text
 
 
-FORM = 'an origin such as "data sheet" or "guess within 50%; as of the A100" (docs/resources.md)'
+FORM = 'an origin such as "data sheet" or "guess within 50%; as of the A100" (docs/planning/resources.md)'
 
 
 @pytest.mark.parametrize(

@@ -114,12 +114,12 @@ MISTAKES = [
     (
         [*DEVICES, "memory"],
         ...,
-        "machines[1].devices.memory: missing; add the field, see docs/resources.md for its form",
+        "machines[1].devices.memory: missing; add the field, see docs/planning/resources.md for its form",
     ),
     (
         [*DEVICES, "memroy"],
         "1 GiB",
-        "machines[1].devices.memroy: unknown field; check its spelling against docs/resources.md",
+        "machines[1].devices.memroy: unknown field; check its spelling against docs/planning/resources.md",
     ),
     (
         [*DEVICES, "type"],
@@ -373,7 +373,7 @@ def test_rows_of_measured_tables_reach_the_cluster():
 
 
 def test_the_worked_example_of_the_documentation():
-    text = (ROOT / "docs" / "resources.md").read_text()
+    text = (ROOT / "docs" / "planning" / "resources.md").read_text()
     example = text.split("```yaml\n")[1].split("```")[0]
     cluster = cluster_of(yaml.safe_load(example))
     assert [len(found.devices) for found in cluster.machines] == [4, 4, 2]
@@ -384,7 +384,7 @@ def test_the_worked_example_of_the_documentation():
 
 
 def test_the_documentation_names_every_field_and_every_shipped_cluster():
-    text = (ROOT / "docs" / "resources.md").read_text()
+    text = (ROOT / "docs" / "planning" / "resources.md").read_text()
     entries = [
         ResourceFile,
         MachineEntry,

@@ -366,7 +366,7 @@ def test_the_command_prints_the_rings():
 
 
 def test_the_example_of_the_documentation_is_the_shipped_one():
-    text = (ROOT / "docs" / "resources.md").read_text()
+    text = (ROOT / "docs" / "planning" / "resources.md").read_text()
     shipped = (ROOT / "resources" / "files" / "tpu_v4_16x16.yaml").read_text()
     example = text.split("  rings:\n")[1].split("```")[0]
     assert len(example.splitlines()) == 2

@@ -77,7 +77,7 @@ def test_an_unknown_runtime_is_refused():
 
 
 def test_the_page_describes_every_runtime_and_every_field():
-    page = (ROOT / "docs" / "runtimes.md").read_text()
+    page = (ROOT / "docs" / "planning" / "runtimes.md").read_text()
     names = {*shipped_runtimes(), "sources"}
     for group in fields(RuntimeModel):
         if is_dataclass(group.default):

@@ -60,7 +60,7 @@ def test_auto_is_not_behind_its_baselines(name: str) -> None:
     assert [name.partition(":")[0] for name in plan.baselines][1:5] == [
         "uniform, without ZeRO", "uniform, ZeRO-1", "uniform, ZeRO-3", "uniform stages, layouts free",
     ]  # fmt: skip
-    printed, explained = str(plan), (ROOT / "docs" / "plan.md").read_text()
+    printed, explained = str(plan), (ROOT / "docs" / "planning" / "plan.md").read_text()
     for other in plan.baselines:
         assert re.search(rf"\n  {re.escape(other)}  +\S", printed)
         assert f"| `{other.partition(':')[0]}` |" in explained

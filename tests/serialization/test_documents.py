@@ -92,10 +92,10 @@ def test_data_that_stands_in_several_places_counts_in_each() -> None:
     ("document", "messages"),
     [
         ([], ["x.json: expected a mapping of fields, got []"]),
-        ({}, ["x.json: name: missing; add the field, see docs/plan.md for its form"]),
+        ({}, ["x.json: name: missing; add the field, see docs/planning/plan.md for its form"]),
         (
             {"name": "a", "colour": 1},
-            ["x.json: colour: unknown field; check its spelling against docs/plan.md"],
+            ["x.json: colour: unknown field; check its spelling against docs/planning/plan.md"],
         ),
         (
             {"name": 3, "leaves": [{"size": 1}, {"size": 0, "rate": "fast"}]},
@@ -115,7 +115,7 @@ def test_data_that_stands_in_several_places_counts_in_each() -> None:
 )
 def test_mistakes_are_told_with_file_and_path(document: Any, messages: list[str]) -> None:
     with pytest.raises(GraphError) as told:
-        validate(Tree, document, "x.json", GraphError, "docs/plan.md")
+        validate(Tree, document, "x.json", GraphError, "docs/planning/plan.md")
     assert str(told.value).split("\n") == messages
 
 

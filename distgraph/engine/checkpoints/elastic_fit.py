@@ -1,4 +1,4 @@
-"""`fit` in an elastic job (`distgraph run --elastic`, docs/elastic.md): it keeps the training over restarts.
+"""`fit` in an elastic job (`distgraph run --elastic`, docs/running/elastic.md) keeps training over restarts.
 
 The script runs from its beginning at every start of the job. The k-th call of `fit` goes on from the newest
 of these that an earlier start has left for it: what the ranks that were left had in memory, and the complete

@@ -1,6 +1,6 @@
 """Measured training steps from a CSV file, as programs that can be forecast.
 
-*In:* a CSV file (docs/calibration.md). *Out:* `MeasuredRun`s.
+*In:* a CSV file (docs/planning/calibration.md). *Out:* `MeasuredRun`s.
 *Invariant:* a row is compiled as any program is: a model of `distgraph.models`, laid out by degrees (dp, tp,
 pp) or by a plan file, with forward, backward and update.
 """
@@ -78,7 +78,9 @@ def read_runs(path: str | os.PathLike[str], cluster: Cluster) -> list[MeasuredRu
     """
     file = Path(path)
     if file.is_dir() or not file.is_file():
-        raise ResourceError(f"{path}: no file of measured runs; give a CSV file, see docs/calibration.md")
+        raise ResourceError(
+            f"{path}: no file of measured runs; give a CSV file, see docs/planning/calibration.md"
+        )
     rows = read_csv(file, ResourceError)
     if len(rows) < 2:
         raise ResourceError(f"{path}: no measured run; write a line of column names and a line for each run")

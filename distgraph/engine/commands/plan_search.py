@@ -59,12 +59,12 @@ class SearchOptions:
 
     Attributes:
         mode: "semi" and "manual" keep to annotations and completion; "sharding_propagation", "recursive" and
-            "auto" search, see docs/plan.md.
+            "auto" search, see docs/planning/plan.md.
         seconds: after which the best so far is taken.
         watch: receives the progress of the search.
         processes: that search at the same time, which changes nothing but the time it takes; None for one on
             each core that this process may use.
-        runtime: what is to execute the plan (docs/runtimes.md); None for distgraph.
+        runtime: what is to execute the plan (docs/planning/runtimes.md); None for distgraph.
         constraints: decisions that the search keeps to.
         start: a plan from which the search starts, in modes that search; the answer is never behind it.
         measure: called with the fastest plans by forecast, each in words and as a plan; returns the answer.

@@ -208,7 +208,7 @@ class PlanView:
         return self.portable.instead(name)
 
     def export(self, framework: str) -> Export:
-        """The plan in the terms of "jax", "torch" or "megatron": docs/export.md.
+        """The plan in the terms of "jax", "torch" or "megatron": docs/planning/export.md.
 
         Raises:
             GraphError: as `portable`, or the framework is unknown.

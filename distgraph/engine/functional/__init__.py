@@ -1,4 +1,4 @@
-"""Training steps as functions, and `eager`, which computes while it traces. See docs/parallelize.md."""
+"""Training steps as functions, and `eager`, which computes while it traces (docs/models/parallelize.md)."""
 
 from distgraph.engine.functional.eager_trace import eager
 from distgraph.engine.functional.gradients import grad, mark_pipeline_boundary, value_and_grad

@@ -29,7 +29,7 @@ RESTRICTION_NAMES: Final[dict[Restriction, str]] = {
     "zero1": "uniform, ZeRO-1",
     "zero3": "uniform, ZeRO-3",
 }
-"""How baselines are called; docs/plan.md explains the names."""
+"""How baselines are called; docs/planning/plan.md explains the names."""
 
 
 def restriction_of(zero: int | None) -> Restriction:

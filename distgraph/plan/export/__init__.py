@@ -1,4 +1,4 @@
-"""Export of plans to the terms of other frameworks. See docs/export.md."""
+"""Export of plans to the terms of other frameworks. See docs/planning/export.md."""
 
 from __future__ import annotations
 

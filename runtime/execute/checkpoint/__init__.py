@@ -8,7 +8,7 @@
 `writing` writes them, `background` does so while training goes on, `resharding` reads them under any mesh,
 `index` has the schema of an index, `shards` reads and writes safetensors files, and `files` has the
 operations of the operating system.
-docs/checkpoints.md describes the format and its guarantees.
+docs/running/checkpoints.md describes the format and its guarantees.
 
 Without distgraph, `safetensors.numpy.load_file` reads a file, and the index has the position of each block in
 its tensor.

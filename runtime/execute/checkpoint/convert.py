@@ -98,7 +98,9 @@ def _described(source: Path, opened: Any, names: list[str]) -> tuple[dict[str, S
     if _TRAINING in metadata:
         where = f"{source}: metadata of training"
         document = parse_json(metadata[_TRAINING], where, RuntimeFault)
-        training = validate(Training, document, where, RuntimeFault, "docs/checkpoints.md").model_dump()
+        training = validate(
+            Training, document, where, RuntimeFault, "docs/running/checkpoints.md"
+        ).model_dump()
     kinds = parse_json(metadata.get(_KINDS, "{}"), f"{source}: metadata of kinds", RuntimeFault)
     mesh, placed = ProcessMesh.grid(all=1), {}
     for name in names:

@@ -34,7 +34,7 @@ SHARD: Final = re.compile(r"step-\d{8,20}-[0-9a-f]{8,16}\.rank-\d{5,10}\.safeten
 MOST_INDEX_BYTES: Final = 1 << 30
 """Largest size of an index. With pages of 4 MiB it suffices for more than 100 TB of parameters."""
 _CHECKSUM: Final = "checksum"
-_SEE: Final = "docs/checkpoints.md"
+_SEE: Final = "docs/running/checkpoints.md"
 _NOT_FINITE: Final = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 

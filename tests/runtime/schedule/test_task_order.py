@@ -59,7 +59,7 @@ def test_the_orders_under_unequal_times_are_the_published_ones() -> None:
 
 
 def test_the_examples_of_the_documentation_run() -> None:
-    document = ROOT / "docs" / "schedules.md"
+    document = ROOT / "docs" / "parallelism" / "schedules.md"
     result = doctest.testfile(str(document), module_relative=False, optionflags=doctest.ELLIPSIS)
     assert result.attempted >= 8
     assert result.failed == 0
