@@ -1,5 +1,5 @@
-"""What a program declares from outside the package is used like what is built in: collectives, transports,
-devices and clusters.
+"""What a program declares from outside the package is used like what is built in: ops, collectives,
+transports, devices and clusters.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from distgraph.ir.collective_registry import (
     smaller,
     unregister_collective,
 )
+from distgraph.ir.op_registry import REGISTRY, GradientContext, define
 from distgraph.ir.sharding_spec import ShardSpec
 from distgraph.plan.strategy import DEVICES
 from distgraph.resources import (
@@ -42,6 +43,7 @@ from distgraph.runtime.transport import collectives
 from distgraph.runtime.transport.collectives import Handle, register_call
 from distgraph.runtime.transport.inprocess import connect
 from distgraph.runtime.transport.transport import MESSAGES, Group, Transport
+from distgraph.tracing.tensor import Tensor, emit_one
 
 MESH = dg.ProcessMesh.grid(x=2, y=2)
 
@@ -174,6 +176,65 @@ def test_a_collective_is_declared_once() -> None:
         register_algorithms("all_gather", all_to_each)
     with pytest.raises(dg.DistGraphError, match="collective shout: not declared"):
         register_algorithms("shout", all_to_each)
+
+
+# ---------------------------------------------------------------------- an op
+
+
+def product_of_squares(xp: Any, x: Any, w: Any, out: Any = None) -> Any:
+    return xp.matmul(x * x, w * w, out=out)
+
+
+def squares_gradient(ctx: GradientContext) -> tuple[Tensor, Tensor]:
+    (x, w), grad = ctx.operands, ctx.grad
+    return 2 * x * (grad @ ops.square(w).T), 2 * w * (ops.square(x).T @ grad)
+
+
+@pytest.fixture
+def squares_matmul() -> Iterator[None]:
+    """An op that sums over an index, declared by its rule, kernel and gradient alone."""
+    before = dict(REGISTRY)
+    define(
+        "squares_matmul",
+        "m k, k n -> m n",
+        product_of_squares,
+        gradient=squares_gradient,
+        flops=lambda op, rule: 2 * op.results[0].size * rule.sizes["k"],
+        workspace=lambda x, w: 8 * (x.size + w.size),
+    )
+    yield
+    REGISTRY.clear()
+    REGISTRY.update(before)
+
+
+class Squares(nn.Module):
+    """A layer of its own op, whose inner index may be split, between two that are not annotated."""
+
+    def __init__(self, mesh: dg.ProcessMesh | None) -> None:
+        self.up, self.down = nn.Linear(6, 8, dtype="f64"), nn.Linear(5, 3, dtype="f64")
+        self.weight = nn.Linear(8, 5, bias=False, dtype="f64").weight
+        if mesh is not None:
+            dg.shard_tensor(self.weight, mesh, ["y", None])
+
+    def forward(self, x: Any) -> Any:
+        return self.down(ops.tanh(emit_one("squares_matmul", self.up(x), self.weight)))
+
+
+@pytest.mark.usefixtures("squares_matmul")
+def test_a_program_trains_with_an_op_of_its_own() -> None:
+    def run(mesh: dg.ProcessMesh | None) -> tuple[dg.Engine, list[float]]:
+        strategy = None if mesh is None else dg.Strategy(mesh=mesh, batch_axis="x", micro_batches=2)
+        engine = dg.Engine(Squares(mesh), nn.CrossEntropy(), optim.Adam(lr=0.01), seed=5, strategy=strategy)
+        return engine, list(engine.fit(data(), epochs=3, batch_size=8, progress=False).losses)
+
+    engine, losses = run(MESH)
+    assert losses == pytest.approx(run(None)[1], rel=1e-9)
+    lowered = engine.plan.build.lowered
+    (op,) = [op for op in lowered.ops if op.kind == "squares_matmul"]
+    assert op.layout.of("k") == ("y",)  # the rule says that a split k leaves partial sums
+    assert dict(lowered.attrs[op.result.name].spec.partial) == {"y": "sum"}
+    with pytest.raises(dg.DistGraphError, match="op squares_matmul is declared twice"):
+        define("squares_matmul", "m k, k n -> m n", product_of_squares)
 
 
 # ---------------------------------------------------------------------- a transport
