@@ -19,7 +19,7 @@ ATTENTION_ALGORITHMS = ("ring",)
 """Names of the algorithms for attention; all others are for matrix products."""
 _TEXT = re.compile(
     r"(?P<name>\w+)"
-    r"(\(slices=(?P<slices>[0-9]{1,9}), block=(?P<block>[0-9]{1,9})\)|\(ring=(?P<ring>\w+)\))?"
+    r"(\((slices=(?P<slices>[0-9]{1,9}), block=(?P<block>[0-9]{1,9}))?(, (?=ring))?(ring=(?P<ring>\w+))?\))?"
 )
 
 
@@ -71,10 +71,21 @@ class MatmulAlgorithm:
         return ATTENTION if self.name in ATTENTION_ALGORITHMS else CONTRACTIONS
 
     def __str__(self) -> str:
-        if self.ring is not None:
-            return f"{self.name}(ring={self.ring})"
         sliced = (self.slices, self.block) != (1, 1)
-        return f"{self.name}(slices={self.slices}, block={self.block})" if sliced else self.name
+        options = [f"slices={self.slices}", f"block={self.block}"] if sliced else []
+        if self.ring is not None:
+            options.append(f"ring={self.ring}")
+        return f"{self.name}({', '.join(options)})" if options else self.name
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Names of the options that are not at their defaults.
+
+        >>> MatmulAlgorithm("wang", ring="rows").options
+        ('ring',)
+        """
+        given = {"slices": self.slices != 1, "block": self.block != 1, "ring": self.ring is not None}
+        return tuple(name for name, changed in given.items() if changed)
 
     @classmethod
     def parse(cls, text: str) -> MatmulAlgorithm:

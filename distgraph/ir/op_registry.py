@@ -429,20 +429,19 @@ def local_attrs(op: Op, rank: int) -> Attrs:
     declared, layout = lookup(op.kind), _completed(op)
     if declared.localize is None:
         return op.attrs
-    rule = rule_of(op)
-    operand_shapes = tuple(
-        tuple(
-            stop - start
-            for start, stop in window_bounds(
-                v.shape, layout.mesh, operand_layout(op, i), operand_windows(op, i), rank
-            )
-        )
+    return declared.localize(op.attrs, Local(op, rule_of(op), layout, rank, *local_shapes(op, rank)))
+
+
+def local_shapes(op: Op, rank: int) -> tuple[Shapes, Shapes]:
+    """Shapes of the operands that a rank reads, and of the results that it makes."""
+    layout = _completed(op)
+    windows = (
+        window_bounds(v.shape, layout.mesh, operand_layout(op, i), operand_windows(op, i), rank)
         for i, v in enumerate(op.operands)
     )
-    result_shapes = tuple(
-        result_layout(op, i).local_shape(v.shape, layout.mesh, rank) for i, v in enumerate(op.results)
-    )
-    return declared.localize(op.attrs, Local(op, rule, layout, rank, operand_shapes, result_shapes))
+    read = tuple(tuple(stop - start for start, stop in window) for window in windows)
+    made = (result_layout(op, i).local_shape(v.shape, layout.mesh, rank) for i, v in enumerate(op.results))
+    return read, tuple(made)
 
 
 def workspace(kind: str, arrays: Sequence[Any], attrs: Attrs, results: Sequence[Value], *, adds: bool) -> int:

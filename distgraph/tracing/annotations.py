@@ -149,6 +149,7 @@ def shard_op(
     dataflow: str | None = None,
     slices: int = 1,
     block: int = 1,
+    ring: str | None = None,
     counts: Counts | None = None,
     axes: IndexAxes | None = None,
 ) -> Callable[..., Any]:
@@ -170,6 +171,9 @@ def shard_op(
             results before the axis of the dataflow.
         slices: of "meshslice".
         block: neighbouring rows or columns that stay together when a shard is sliced.
+        ring: of "wang": mesh axis along which a matrix goes round as a ring of blocks, in the product and in
+            both gradients: the last axis for the input (in OS and RS) or the result (LS), the axis before it
+            for the weight (OS and LS) or the result (RS). None: the axis along which more bytes are sent.
         counts: a strategy as in MindSpore, in place of specs and algorithm: for each tensor of the call of
             one op the number of parts of each dim. Dims that the op takes as one index have equal cuts; a
             result has the cuts of its operands, and what is cut but not in the result is summed. The ranks
@@ -182,22 +186,27 @@ def shard_op(
     Raises:
         ShardingError: no mesh, no counts and no axes; counts or axes that do not fit the op, or besides
             specs; the number of specs and of tensors differ; a call without an op that the algorithm
-            computes; a dataflow without an algorithm, an unknown one, or one on a mesh of one axis.
+            computes; a dataflow, slices, block or ring without an algorithm; an unknown dataflow, or one on a
+            mesh of one axis; a ring along an axis that the mesh does not have.
 
     Example:
         `y = dg.shard_op(self.fc, mesh, algorithm="meshslice", dataflow="OS", slices=4)(x)`
+        `y = dg.shard_op(self.fc, mesh, algorithm="wang", dataflow="OS", ring="cols")(x)`
         `y = dg.shard_op(ops.matmul, counts=((2, 1), (1, 4)))(x, w)`
         `y = dg.shard_op(ops.matmul, axes={"m": "dp", "k": "tp"})(x, w)`
     """
     if mesh is None:
         return function
+    options = {"dataflow": dataflow, "slices": slices, "block": block, "ring": ring}
+    options = {name: value for name, value in options.items() if value not in (None, 1)}
     if counts is not None or axes is not None or isinstance(mesh, EllipsisType):
-        others = {"in_specs": in_specs, "out_specs": out_specs, "algorithm": algorithm, "dataflow": dataflow}
+        others = {"in_specs": in_specs, "out_specs": out_specs, "algorithm": algorithm, **options}
         return _of_one_op(function, mesh, counts, axes, others, caller())
     check_mesh(f"shard_op ({caller()})", mesh)
-    chosen = None if algorithm is None else MatmulAlgorithm(algorithm, slices, block)
     where = caller()
-    flow = _flow_layouts(mesh, chosen, dataflow, where)
+    _check_options(options, algorithm, mesh, where)
+    chosen = None if algorithm is None else MatmulAlgorithm(algorithm, slices, block, ring)
+    flow = _flow_layouts(mesh, dataflow, where)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if chosen is None:
@@ -354,17 +363,28 @@ def _with_counts(
     return call
 
 
-def _flow_layouts(
-    mesh: ProcessMesh, algorithm: MatmulAlgorithm | None, dataflow: str | None, where: str
-) -> tuple[Ends, DistAttr, Ends] | None:
+def _check_options(
+    options: Mapping[str, object], algorithm: str | None, mesh: ProcessMesh, where: str
+) -> None:
+    """Raise ShardingError for an option without an algorithm, and a ring along an axis of another mesh."""
+    for name, value in options.items():
+        if algorithm is None:
+            usual = "wang" if name == "ring" else "meshslice"
+            raise ShardingError(
+                f"shard_op ({where}): {name} is {value!r} but there is no algorithm; name one, such as "
+                f'algorithm="{usual}"'
+            )
+        if name == "ring" and value not in mesh.sizes:
+            raise ShardingError(
+                f"shard_op ({where}): ring is {value!r} but {mesh} has {', '.join(mesh.axes)}; name one of "
+                "these axes"
+            )
+
+
+def _flow_layouts(mesh: ProcessMesh, dataflow: str | None, where: str) -> tuple[Ends, DistAttr, Ends] | None:
     """Axes of the first and last dim of the input, layout of the weight, axes of the result."""
     if dataflow is None:
         return None
-    if algorithm is None:
-        raise ShardingError(
-            f"shard_op ({where}): dataflow is {dataflow!r} but there is no algorithm; name one, such as "
-            f'algorithm="meshslice"'
-        )
     if len(mesh.axes) < 2:
         raise ShardingError(
             f"shard_op ({where}): dataflow {dataflow} needs a mesh of two axes but {mesh} has "

@@ -7,10 +7,19 @@ an op costs what its kernel does: operands are read once, of a table only the ro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from distgraph.ir.graph import Op
-from distgraph.ir.op_registry import MatmulDims, Patches, flops, lookup, matmul_dims, rule_of
+from distgraph.ir.op_registry import (
+    MatmulDims,
+    Patches,
+    flops,
+    local_attrs,
+    local_shapes,
+    lookup,
+    matmul_dims,
+    rule_of,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +80,17 @@ def work_of(op: Op, read: Sequence[int], adds: bool = False) -> Work:
     patches = (0.0, 0.0) if declared.patches is None else declared.patches(op)
     kind = op.kind + "+=" if adds else op.kind
     return Work("matmul", flops(op), total, dtype, matmul_dims(op), kind, patches)
+
+
+def local_work(op: Op, rank: int) -> Work:
+    """Work of a completed op on one rank, which reads each operand once from memory of its own."""
+    read, made = local_shapes(op, rank)
+    operands, results = (
+        tuple(replace(value, shape=shape) for value, shape in zip(values, shapes, strict=True))
+        for values, shapes in ((op.operands, read), (op.results, made))
+    )
+    local = replace(op, operands=operands, results=results, attrs=local_attrs(op, rank), layout=None)
+    return work_of(local, [value.nbytes for value in operands])
 
 
 def _is_located(op: Op, operand: int) -> bool:

@@ -28,8 +28,8 @@ def distribute_matmuls(graph: Graph) -> Graph:
     """Compute matrix products by annotated algorithms.
 
     Raises:
-        ShardingError: an algorithm does not exist, or does not fit the layouts, sizes or precision of its
-            contraction.
+        ShardingError: an algorithm does not exist, has an option of another one, or does not fit the layouts,
+            sizes or precision of its contraction.
     """
     chosen = {name for name, each in graph.algorithms.items() if set(each.kinds) & set(CONTRACTIONS)}
     if not chosen:
@@ -42,7 +42,7 @@ def distribute_matmuls(graph: Graph) -> Graph:
             ops.append(_accumulated(op, partial[op.operands[0].name]))
             continue
         algorithm = algorithm_of(graph, op)
-        rewrite = None if algorithm is None else find_matmul_algorithm(algorithm.name)
+        rewrite = None if algorithm is None else find_matmul_algorithm(algorithm)
         if algorithm is None or rewrite is None or graph.attrs[op.name].mesh.size == 1:
             ops.append(op)
             continue

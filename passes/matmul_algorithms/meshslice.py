@@ -34,7 +34,7 @@ def collective(product: Product, algorithm: MatmulAlgorithm) -> None:
     meshslice(product, MatmulAlgorithm("collective"))
 
 
-@register_matmul_algorithm("meshslice")
+@register_matmul_algorithm("meshslice", options=("slices", "block"))
 def meshslice(product: Product, algorithm: MatmulAlgorithm) -> None:
     """Compute a contraction slice by slice.
 

@@ -93,7 +93,7 @@ def _check(product: Product, movement: Movement) -> None:
             )
 
 
-@register_matmul_algorithm("wang")
+@register_matmul_algorithm("wang", options=("ring",))
 def wang(product: Product, algorithm: MatmulAlgorithm) -> None:
     """Compute a contraction with one movement as a ring of SendRecvs under its partial products.
 

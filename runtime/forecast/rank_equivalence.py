@@ -27,6 +27,7 @@ from distgraph.ir.collective_registry import halo_windows
 from distgraph.ir.graph import SOURCES, Op
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.op_registry import freeze, local_attrs, lookup
+from distgraph.passes.analysis.op_work import local_work
 from distgraph.passes.split_tasks import Part, Parts
 from distgraph.resources import Cluster
 from distgraph.runtime.program.build import Build
@@ -135,14 +136,20 @@ def uneven_meshes(build: Build) -> frozenset[ProcessMesh]:
 
 
 def _work_depends_on_rank(op: Op, mesh: ProcessMesh) -> bool:
-    """Whether an op gives the ranks of a mesh different work although their blocks have one size."""
+    """Whether an op gives the ranks of a mesh different work although their blocks have one size.
+
+    An op whose attributes name the block of a rank, such as a step of a ring, does not if the corners of the
+    mesh, which represent the others, have equal work.
+    """
     if op.kind in ("comm.halo", "comm.permute"):
         return True
     declared = lookup(op.kind)
     if op.layout is None or not op.layout.axes or declared.cost != "matmul" or declared.localize is None:
         return False
     first, last = (local_attrs(op, rank) for rank in (mesh.members[0], mesh.members[-1]))
-    return bool(freeze(first) != freeze(last))
+    if freeze(first) == freeze(last):
+        return False
+    return len({local_work(op, rank) for rank in corners(mesh)}) > 1
 
 
 def representative_ranks(

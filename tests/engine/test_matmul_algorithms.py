@@ -15,20 +15,25 @@ from distgraph.errors import ShardingError
 class TwoLayers(nn.Module):
     """Two linear layers; on a mesh the first in dataflow OS and the second in LS."""
 
-    def __init__(self, mesh: dg.ProcessMesh | None, algorithm: str = "meshslice") -> None:
+    def __init__(
+        self, mesh: dg.ProcessMesh | None, algorithm: str = "meshslice", ring: str | None = None
+    ) -> None:
         self.mesh, self.algorithm, self.slices = mesh, algorithm, 2 if algorithm == "meshslice" else 1
+        self.ring = ring
         self.first = nn.Linear(24, 48, dtype="f64")
         self.second = nn.Linear(48, 24, bias=False, dtype="f64")
 
     def forward(self, x: dg.Tensor) -> dg.Tensor:
-        chosen = {"algorithm": self.algorithm, "slices": self.slices}
+        chosen = {"algorithm": self.algorithm, "slices": self.slices, "ring": self.ring}
         first = dg.shard_op(self.first, self.mesh, dataflow="OS", **chosen)
         second = dg.shard_op(self.second, self.mesh, dataflow="LS", block=self.slices, **chosen)
         return second(dg.ops.gelu(first(x)))
 
 
-def engine(mesh: dg.ProcessMesh | None, algorithm: str = "meshslice", **options: object) -> dg.Engine:
-    model = TwoLayers(mesh, algorithm)
+def engine(
+    mesh: dg.ProcessMesh | None, algorithm: str = "meshslice", ring: str | None = None, **options: object
+) -> dg.Engine:
+    model = TwoLayers(mesh, algorithm, ring)
     return dg.Engine(model, lambda y, t: dg.ops.mean((y - t) * (y - t)), optim.AdamW(0.01), **options)
 
 
@@ -59,6 +64,23 @@ def test_every_algorithm_trains_and_is_kept_in_a_plan(algorithm: str, tmp_path: 
     annotated.plan.save(path)
     assert f'"matmul by {algorithm} {{k:rows, n:cols}} -> [rows, cols]"' in path.read_text()
     assert losses(engine(mesh, algorithm, plan=dg.Plan.load(path))) == found
+
+
+@pytest.mark.parametrize("ring", ["rows", "cols"])
+def test_the_ring_of_wang_is_chosen_by_hand_and_kept_in_a_plan(ring: str, tmp_path: Path) -> None:
+    mesh = dg.ProcessMesh.grid(rows=2, cols=3)
+    annotated = engine(mesh, "wang", ring)
+    found = losses(annotated)
+    assert found == pytest.approx(losses(engine(None)), rel=0, abs=1e-12)
+    path = tmp_path / "plan.json"
+    annotated.plan.save(path)
+    assert f'"matmul by wang(ring={ring}) {{k:rows, n:cols}} -> [rows, cols]"' in path.read_text()
+    plan = dg.Plan.load(path)
+    assert losses(engine(mesh, "wang", ring, plan=plan)) == found
+    other = engine(mesh, "wang")
+    losses(other)
+    rows = {what: (mine, theirs) for what, mine, theirs in plan.compare(other.plan.portable).rows}
+    assert rows["matrix products"] == (f"2 by wang(ring={ring})", "2 by wang")
 
 
 def test_a_plan_keeps_the_algorithms(tmp_path: Path) -> None:

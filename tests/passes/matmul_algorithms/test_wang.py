@@ -38,10 +38,8 @@ def test_a_block_leaves_for_the_neighbour_before_it_is_multiplied() -> None:
 
 def test_blocks_of_a_parameter_move_under_the_products_too() -> None:
     """Not all of them before the step, as a parameter that is gathered once."""
-    case = product(2, 4, "OS", "wang")
-    graph = case.completed()
-    graph = replace(graph, algorithms=dict.fromkeys(graph.algorithms, MatmulAlgorithm("wang", ring="rows")))
-    program = build(graph).program(0)
+    case = replace(product(2, 4, "OS", "wang"), algorithm=MatmulAlgorithm("wang", ring="rows"))
+    program = build(case.completed()).program(0)
     moved = {task.name for task in program.tasks for local in task.ops if local.op.kind == "comm.transfer"}
     assert moved == {"forward.s0", "backward.s0"}
 
@@ -50,10 +48,8 @@ def test_blocks_of_a_parameter_move_under_the_products_too() -> None:
 @pytest.mark.parametrize("ring", ["rows", "cols"])
 def test_a_partial_product_reads_one_block_of_what_was_gathered(ring: str, flow: str) -> None:
     """Bytes that the forecast counts: all steps read both operands once, but one that stays in every step."""
-    case, parts = product(2, 4, flow, "wang"), {"rows": 2, "cols": 4}[ring]
-    graph = case.completed()
-    graph = replace(graph, algorithms=dict.fromkeys(graph.algorithms, MatmulAlgorithm("wang", ring=ring)))
-    program = build(graph).program(0)
+    case = replace(product(2, 4, flow, "wang"), algorithm=MatmulAlgorithm("wang", ring=ring))
+    parts, program = {"rows": 2, "cols": 4}[ring], build(case.completed()).program(0)
     forward = next(task for task in program.tasks if task.name == "forward.s0")
     moved = 0
     for local in (local for local in forward.ops if local.op.kind.startswith("ring_einsum")):
@@ -97,10 +93,10 @@ def test_one_axis(first: list[str | None], weight: list[str | None], last: list[
 @pytest.mark.parametrize("flow", FLOWS)
 @pytest.mark.parametrize("ring", ["rows", "cols"])
 def test_either_axis_may_be_the_ring(ring: str, flow: str) -> None:
+    """Named in shard_op, it is that of the product and of both gradients."""
     case = replace(product(2, 4, flow, "wang"), algorithm=MatmulAlgorithm("wang", ring=ring))
     feeds, params = case.arrays()
     graph = case.completed()
-    graph = replace(graph, algorithms=dict.fromkeys(graph.algorithms, case.algorithm))
     assert parse_graph(str(graph)) == graph
     found, _, built = run_partitioned(graph, [feeds], params)
     for name, expected in case.expected().items():
@@ -115,6 +111,35 @@ def test_a_ring_along_an_axis_without_movement_is_refused() -> None:
     graph = replace(graph, algorithms=dict.fromkeys(graph.algorithms, MatmulAlgorithm("wang", ring="tp")))
     with pytest.raises(ShardingError, match=r"a ring along tp but matrices move along cols, rows; use one"):
         distribute_matmuls(graph)
+
+
+def test_options_of_another_algorithm_are_refused() -> None:
+    mesh = dg.ProcessMesh.grid(rows=2, cols=4)
+    with pytest.raises(ShardingError, match=r"ring is 'cols' but there is no algorithm; name one, .*wang"):
+        dg.shard_op(ops.matmul, mesh, ring="cols")
+    with pytest.raises(ShardingError, match=r"slices is 4 but there is no algorithm; name one, .*meshslice"):
+        dg.shard_op(ops.matmul, mesh, slices=4)
+    with pytest.raises(ShardingError, match=r"ring is 'tp' but mesh.* has rows, cols; name one of these"):
+        dg.shard_op(ops.matmul, mesh, algorithm="wang", ring="tp")
+    with pytest.raises(ShardingError, match=r"has counts and ring; leave one of them out"):
+        dg.shard_op(ops.matmul, mesh, ring="rows", counts=((2, 1), (1, 4)))
+    for algorithm, message in (
+        (
+            MatmulAlgorithm("summa", ring="rows"),
+            r"summa\(ring=rows\): ring is rows but summa has .*wang",
+        ),
+        (
+            MatmulAlgorithm("wang", slices=2),
+            r"wang\(slices=2, .*slices is 2 but wang has .*meshslice",
+        ),
+        (
+            MatmulAlgorithm("meshslice", 2, 1, "rows"),
+            r"\(slices=2, block=1, ring=rows\): ring is rows",
+        ),
+    ):
+        assert MatmulAlgorithm.parse(str(algorithm)) == algorithm
+        with pytest.raises(ShardingError, match=message):
+            distribute_matmuls(replace(product(2, 4, "OS", algorithm.name), algorithm=algorithm).completed())
 
 
 def test_dims_that_the_ring_does_not_divide_are_refused() -> None:

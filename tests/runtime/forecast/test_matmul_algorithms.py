@@ -7,6 +7,7 @@ from support.programs.matrix_products import FLOWS, Product
 from support.programs.search_cases import cluster
 
 from distgraph.ir.matmul_algorithm import MatmulAlgorithm
+from distgraph.runtime.forecast import forecast as forecasting
 from distgraph.runtime.forecast.forecast import Forecast, forecast
 from distgraph.runtime.program.build import build
 
@@ -57,3 +58,16 @@ def test_gathered_slices_of_weights_are_made_where_they_are_used() -> None:
     assert (len(gathers), len(products)) == (8, 4)
     both = [span for span in gathers if span.start < products[0].start + products[0].seconds]
     assert len(both) == 4  # those of the first two slices, in both directions
+
+
+@pytest.mark.parametrize(("ring", "corners"), [("rows", 4), ("cols", 8)])
+def test_one_rank_is_timed_for_a_ring(ring: str, corners: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank has another block in each step of the ring, and the same work."""
+    built = build(Product(2, 4, "OS", MatmulAlgorithm("wang", ring=ring), SIZE, SIZE, SIZE).completed())
+    one = forecast(built, cluster((8,)))
+    assert one.exact
+    meshes = frozenset(built.parts.graph.meshes)
+    monkeypatch.setattr(forecasting, "uneven_meshes", lambda _: meshes)
+    several = forecast(built, cluster((8,)))
+    assert (len(one.ranks), len(several.ranks)) == (1, corners)
+    assert several.step_seconds == one.step_seconds

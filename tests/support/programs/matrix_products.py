@@ -58,9 +58,8 @@ class Product:
             weight = ["cols", "rows"] if self.flow == "LS" else ["rows", "cols"]
             attr = DistAttr(self.mesh, ShardSpec.of(weight), Origin("user", ""))
             trace.annotate(w.value, attr)
-            multiply = shard_op(
-                ops.matmul, self.mesh, algorithm=a.name, dataflow=self.flow, slices=a.slices, block=a.block
-            )
+            options = {"slices": a.slices, "block": a.block, "ring": a.ring}
+            multiply = shard_op(ops.matmul, self.mesh, algorithm=a.name, dataflow=self.flow, **options)
             y = multiply(x, w)
             dx, dw = differentiate(trace, ops.reduce("sum", y * dy), [x, w])
             dw = ops.accumulate(dw) if accumulated else dw
