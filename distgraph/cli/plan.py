@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Annotated
 
@@ -33,13 +34,14 @@ from distgraph.cli.script_options import (
 )
 from distgraph.engine.commands.measure_plans import measured_best
 from distgraph.engine.commands.overrides import giving
-from distgraph.engine.commands.plan_search import Progress, SearchOptions
+from distgraph.engine.commands.plan_search import SearchOptions
 from distgraph.engine.commands.script_plans import plan_script
 from distgraph.errors import GraphError
 from distgraph.plan.constraints import SearchConstraints
 from distgraph.plan.plan import Plan
 from distgraph.plan.strategy import MODES
 from distgraph.resources.runtimes.load_runtime import load_runtime
+from distgraph.runtime.launch.hosts import Host
 from distgraph.serialization.atomic_files import check_writable
 
 
@@ -76,8 +78,6 @@ def plan(
 ) -> None:
     """Search the best plan for a script on a described cluster; Ctrl-C ends it with the best so far."""
     compared = Plan.load(other) if other else None
-    begin = Plan.load(start) if start else None
-    executes = load_runtime(runtime) if runtime else None
     constraints = SearchConstraints(
         micro_batches=micro_batches,
         schedule=schedule,
@@ -90,31 +90,24 @@ def plan(
         memory=memory,
         devices=devices,
     )
-    if measure < 0:
-        raise GraphError(f"plan: --measure is {measure} but must be a number of plans from 1 up")
-    if (hosts or hostfile) and not measure:
-        raise GraphError("plan: hosts are given but nothing is measured on them; add --measure 3")
-    listed = given_hosts("plan", hosts, hostfile) if measure else ()
+    options = SearchOptions(
+        mode=mode,
+        seconds=seconds,
+        runtime=load_runtime(runtime) if runtime else None,
+        constraints=constraints,
+        start=Plan.load(start) if start else None,
+    )
+    listed = _measuring_hosts(measure, hosts, hostfile)
     if output:
         check_writable(output, GraphError)
-    fields = strategy_text(precision, strategy)
-    with Console(stderr=True).status("tracing") as status, giving(None, strategy=fields):
-
-        def watch(progress: Progress) -> None:
-            status.update(str(progress))
-
-        options = SearchOptions(
-            mode=mode,
-            seconds=seconds,
-            watch=watch,
-            runtime=executes,
-            constraints=constraints,
-            start=begin,
-            measure=partial(measured_best, argv=[script, *(args or ())], hosts=listed, watch=status.update)
-            if measure
-            else None,
-            finalists=max(measure, 1),
-        )
+    with (
+        Console(stderr=True).status("tracing") as status,
+        giving(None, strategy=strategy_text(precision, strategy)),
+    ):
+        if measure:
+            run = partial(measured_best, argv=[script, *(args or ())], hosts=listed, watch=status.update)
+            options = replace(options, measure=run, finalists=measure)
+        options = replace(options, watch=lambda progress: status.update(str(progress)))
         best = plan_script(script, args or (), cluster or None, options)
     if output:
         best.save(output)
@@ -123,3 +116,12 @@ def plan(
         typer.echo(best.explain(about))
     if compared is not None:
         typer.echo(best.compare(compared))
+
+
+def _measuring_hosts(measure: int, hosts: str, hostfile: str) -> tuple[Host, ...]:
+    """The hosts on which plans are measured. Raises GraphError: nothing is measured, or a negative number."""
+    if measure < 0:
+        raise GraphError(f"plan: --measure is {measure} but must be a number of plans from 1 up")
+    if (hosts or hostfile) and not measure:
+        raise GraphError("plan: hosts are given but nothing is measured on them; add --measure 3")
+    return given_hosts("plan", hosts, hostfile) if measure else ()

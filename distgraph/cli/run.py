@@ -68,49 +68,41 @@ def run(
     behind, args = take_repeated("--plan", args)
     plans = [*(plan or []), *behind]
     (cluster, hosts, hostfile, precision, strategy), left = split_options(named, args)
-    needed, env, made = 1, dict(os.environ), None
+    env = dict(os.environ)
     if cluster:
         distgraph.load_cluster(cluster)  # reports an error in the file once, instead of on every rank
         env[CLUSTER_VARIABLE] = str(Path(cluster).resolve()) if Path(cluster).is_file() else cluster
     if fields := strategy_text(precision, strategy):
         env[STRATEGY_VARIABLE] = fields
+    argv = [script, *left]
     if elastic:
-        listed = given_hosts("run", hosts, hostfile)
-        raise typer.Exit(
-            _run_elastic(
-                [script, *left],
-                ranks,
-                plans,
-                listed,
-                hostfile,
-                (restarts, search_seconds, launcher),
-                env,
-            )
-        )
+        listed, options = given_hosts("run", hosts, hostfile), (restarts, search_seconds, launcher)
+        raise typer.Exit(_run_elastic(argv, ranks, plans, listed, hostfile, options, env))
     if len(plans) > 1:
         raise GraphError(f"run: plans {plans[0]} and {plans[1]} are for one job; give one, or --elastic")
+    count, made = 1 if ranks is None else ranks, None
     if plans:
-        (plan_path,) = plans
-        made = distgraph.Plan.load(plan_path)
-        needed, env[PLAN_VARIABLE] = max(made.ranks) + 1, str(Path(plan_path).resolve())
-        if ranks is not None and ranks < needed:
-            raise GraphError(f"run: plan {plan_path} needs {needed} ranks but -n is {ranks}; leave out -n")
-    count, listed = needed if ranks is None else ranks, given_hosts("run", hosts, hostfile)
+        made, count = _load_plan(plans[0], ranks)
+        env[PLAN_VARIABLE] = str(Path(plans[0]).resolve())
+    listed = given_hosts("run", hosts, hostfile)
     if not listed:
-        raise typer.Exit(launch(count, [script, *left], env=env))
+        raise typer.Exit(launch(count, argv, env=env))
     from distgraph.runtime.launch.launch_hosts import launch_on_hosts  # noqa: PLC0415 (only for several hosts)
 
     placement = () if made is None else made.placement
-    code = launch_on_hosts(
-        count,
-        [script, *left],
-        listed,
-        placement=placement,
-        plan=f"plan {plans[0]}" if plans else "the plan",
-        launcher=launcher,
-        env=env,
+    plan_name = f"plan {plans[0]}" if plans else "the plan"
+    raise typer.Exit(
+        launch_on_hosts(count, argv, listed, placement=placement, plan=plan_name, launcher=launcher, env=env)
     )
-    raise typer.Exit(code)
+
+
+def _load_plan(path: str, ranks: int | None) -> tuple[distgraph.Plan, int]:
+    """The plan of a job, and its number of ranks. Raises GraphError: the plan needs more than `ranks`."""
+    made = distgraph.Plan.load(path)
+    needed = max(made.ranks) + 1
+    if ranks is not None and ranks < needed:
+        raise GraphError(f"run: plan {path} needs {needed} ranks but -n is {ranks}; leave out -n")
+    return made, needed if ranks is None else ranks
 
 
 def _run_elastic(

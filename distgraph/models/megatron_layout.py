@@ -250,21 +250,11 @@ def stages(
         >>> model.blocks[0].attn.out.weight.annotation.mesh, model.blocks[2].attn.out.weight.annotation
         (mesh(dp=2), ...)
     """
-    count = len(model.blocks)
     if context_parallel not in CONTEXT_PARALLEL:
         raise ShardingError(
             f"context_parallel is {context_parallel!r} but must be one of {', '.join(CONTEXT_PARALLEL)}"
         )
-    if not meshes:
-        raise ShardingError("stages got no mesh; give one a stage")
-    sizes = [count // len(meshes) + (i < count % len(meshes)) for i in range(len(meshes))]
-    if layers is not None:
-        sizes = list(layers)
-    if len(sizes) != len(meshes) or sum(sizes) != count or min(sizes) < 0:
-        raise ShardingError(
-            f"layers {sizes} over {len(meshes)} stages do not cut the {count} blocks of "
-            f"{type(model).__name__}; give one number a mesh that add up"
-        )
+    sizes = _stage_sizes(model, len(meshes), layers)
     expert_axis = dp if isinstance(dp, str) else dp[-1]
     layouts = [
         Layout(
@@ -288,6 +278,22 @@ def stages(
         top, _, remainder = path.partition(".")
         layout = of_block[int(remainder.partition(".")[0])] if top == "blocks" else model.layout
         pin(parameter, path, model.end if top in model.tail else layout)
+
+
+def _stage_sizes(model: Stack, count: int, layers: Sequence[int] | None) -> list[int]:
+    """Number of blocks of each stage. Raises ShardingError: there is no stage, or `layers` do not fit."""
+    if not count:
+        raise ShardingError("stages got no mesh; give one a stage")
+    blocks = len(model.blocks)
+    sizes = [blocks // count + (i < blocks % count) for i in range(count)]
+    if layers is not None:
+        sizes = list(layers)
+    if len(sizes) != count or sum(sizes) != blocks or min(sizes) < 0:
+        raise ShardingError(
+            f"layers {sizes} over {count} stages do not cut the {blocks} blocks of "
+            f"{type(model).__name__}; give one number a mesh that add up"
+        )
+    return sizes
 
 
 def pin(parameter: Parameter, path: str, layout: Layout) -> None:

@@ -26,55 +26,55 @@ def getitem(x: Any, key: Any) -> Tensor:
     """
     (tensor,) = as_tensors(x)
     parts = _expand(tensor, key if isinstance(key, tuple) else (key,))
-    starts, stops, strides, flips, shape, rows = [], [], [], [], [], None
-    dim = 0
+    cuts: list[slice] = []  # of each dim, forwards
+    flips, shape, rows = [], [], None
     for part in parts:
         if part is None:
             shape.append(1)
             continue
-        n = tensor.shape[dim]
+        n = tensor.shape[len(cuts)]
         if isinstance(part, slice):
-            start, stop, stride = part.indices(n)
-            length = len(range(start, stop, stride))
-            if stride < 0:
-                flips.append(dim)
-                start, stop, stride = (
-                    (start + (length - 1) * stride, start + 1, -stride) if length else (0, 0, 1)
-                )
-            starts.append(start)
-            stops.append(max(start, stop))
-            strides.append(stride)
-            shape.append(length)
+            if part.indices(n)[2] < 0:
+                flips.append(len(cuts))
+            cuts.append(_forward_slice(part, n))
+            shape.append(len(range(*part.indices(n))))
         elif isinstance(part, (int, np.integer)) and not isinstance(part, (bool, np.bool_)):
             number = operator.index(part)
             if not -n <= number < n:
-                raise GraphError(f"index {number} is out of range for dim {dim} of {tensor.value.type}")
-            starts.append(number % n)
-            stops.append(number % n + 1)
-            strides.append(1)
+                raise GraphError(f"index {number} is out of range for dim {len(cuts)} of {tensor.value.type}")
+            cuts.append(slice(number % n, number % n + 1, 1))
         else:
             if rows is not None:
                 raise GraphError(
                     f"{tensor.value.type} is indexed by two arrays; use take or pick, one dim at a time"
                 )
             rows = (len(shape), part)
-            starts.append(0)
-            stops.append(n)
-            strides.append(1)
+            cuts.append(slice(0, n, 1))
             shape.append(n)
-        dim += 1
-    whole = all(
-        (a, b, s) == (0, n, 1) for a, b, s, n in zip(starts, stops, strides, tensor.shape, strict=True)
-    )
-    cut = (
-        tensor
-        if whole
-        else emit_one("slice", tensor, starts=tuple(starts), stops=tuple(stops), strides=tuple(strides))
-    )
+    cut = _cut(tensor, cuts)
     if flips:
         cut = emit_one("flip", cut, dims=tuple(flips))
     result = reshape_to(cut, tuple(shape))
     return result if rows is None else take(result, rows[1], rows[0])
+
+
+def _forward_slice(part: slice, n: int) -> slice:
+    """The same positions of a dim of length n in ascending order, without negative bounds."""
+    start, stop, stride = part.indices(n)
+    if stride < 0:
+        length = len(range(start, stop, stride))
+        start, stop, stride = (start + (length - 1) * stride, start + 1, -stride) if length else (0, 0, 1)
+    return slice(start, max(start, stop), stride)
+
+
+def _cut(tensor: Tensor, cuts: Sequence[slice]) -> Tensor:
+    """A part of a tensor, by a slice of each dim as `_forward_slice` returns it."""
+    if all(cut == slice(0, n, 1) for cut, n in zip(cuts, tensor.shape, strict=True)):
+        return tensor
+    starts, stops, strides = (
+        tuple(getattr(cut, bound) for cut in cuts) for bound in ("start", "stop", "step")
+    )
+    return emit_one("slice", tensor, starts=starts, stops=stops, strides=strides)
 
 
 def _expand(x: Tensor, key: tuple[Any, ...]) -> list[Any]:

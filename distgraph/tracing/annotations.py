@@ -23,6 +23,8 @@ from distgraph.tracing.tracer import Trace, caller
 Dims = Sequence[UserDim]
 Ends = tuple[tuple[str, ...], str]
 """Axes that split the first dim of a tensor, and the axis that splits the last."""
+Flow = tuple[Ends, DistAttr, Ends]
+"""Of a dataflow: axes of the input, layout of the weight, axes of the result."""
 
 
 def shard_tensor(
@@ -220,20 +222,7 @@ def shard_op(
         return returned
 
     def sharded(*args: Any, **kwargs: Any) -> Any:
-        tensors = [a for a in args if isinstance(a, Tensor)]
-        if in_specs is not None and len(in_specs) != len(tensors):
-            raise ShardingError(
-                f"shard_op has {len(in_specs)} in_specs but the call has {len(tensors)} tensors"
-            )
-        specs = iter(in_specs or [None] * len(tensors))
-        arguments = []
-        for a in args:
-            spec = next(specs) if isinstance(a, Tensor) else None
-            if spec is None and flow is not None and isinstance(a, Tensor):
-                spec = _middle(flow[0], a) if a is tensors[0] else [*flow[1].spec.dims]
-                arguments.append(_mirrored(reshard(a, mesh, spec)))
-            else:
-                arguments.append(a if spec is None else reshard(a, mesh, spec))
+        arguments = _resharded_arguments(args, mesh, in_specs, flow)
         with Trace.current().on(mesh):
             returned = function(*arguments, **kwargs)
         return _pinned(returned, mesh, out_specs, None if flow is None else flow[2])
@@ -381,8 +370,8 @@ def _check_options(
             )
 
 
-def _flow_layouts(mesh: ProcessMesh, dataflow: str | None, where: str) -> tuple[Ends, DistAttr, Ends] | None:
-    """Axes of the first and last dim of the input, layout of the weight, axes of the result."""
+def _flow_layouts(mesh: ProcessMesh, dataflow: str | None, where: str) -> Flow | None:
+    """The layouts of a dataflow; None without one. Raises ShardingError."""
     if dataflow is None:
         return None
     if len(mesh.axes) < 2:
@@ -403,6 +392,25 @@ def _flow_layouts(mesh: ProcessMesh, dataflow: str | None, where: str) -> tuple[
         )
     source, weight = layouts[dataflow]
     return source, DistAttr(mesh, ShardSpec.of(weight), Origin("user", where)), (samples, cols)
+
+
+def _resharded_arguments(
+    args: Sequence[Any], mesh: ProcessMesh, in_specs: Sequence[Dims | None] | None, flow: Flow | None
+) -> list[Any]:
+    """The arguments of a call: tensors in their specs, and those without one as the dataflow needs them."""
+    tensors = [a for a in args if isinstance(a, Tensor)]
+    if in_specs is not None and len(in_specs) != len(tensors):
+        raise ShardingError(f"shard_op has {len(in_specs)} in_specs but the call has {len(tensors)} tensors")
+    specs = iter(in_specs or [None] * len(tensors))
+    arguments = []
+    for a in args:
+        spec = next(specs) if isinstance(a, Tensor) else None
+        if spec is None and flow is not None and isinstance(a, Tensor):
+            spec = _middle(flow[0], a) if a is tensors[0] else [*flow[1].spec.dims]
+            arguments.append(_mirrored(reshard(a, mesh, spec)))
+        else:
+            arguments.append(a if spec is None else reshard(a, mesh, spec))
+    return arguments
 
 
 def _middle(axes: Ends, x: Tensor) -> list[UserDim]:

@@ -159,14 +159,10 @@ def tune(
 
     def best(product: Product, mesh: Mesh) -> ProductTuning:
         options = legal_slices(product, mesh, block) if algorithm == "meshslice" else (1,)
-        tuned = [ProductTuning(product, slices, forecast(product, mesh, slices)) for slices in options]
-        least = min(option.seconds.total for option in tuned)
-        enough = [option for option in tuned if option.seconds.total <= least * (1 + tolerance)]
-        return min(enough, key=lambda option: option.slices)
-
-    def forecast(product: Product, mesh: Mesh, slices: int) -> ProductSeconds:
         speed = flops_per_second(product, mesh) if callable(flops_per_second) else flops_per_second
-        return product_seconds(algorithm, product, mesh, slices, prices, speed, item_bytes)
+        seconds = (product_seconds(algorithm, product, mesh, n, prices, speed, item_bytes) for n in options)
+        tuned = [ProductTuning(product, *option) for option in zip(options, seconds, strict=True)]
+        return _fewest_slices(tuned, tolerance)
 
     tunings: list[Tuning] = []
     reasons: list[str] = []
@@ -185,6 +181,13 @@ def tune(
         tried = ", ".join(f"{rows}x{cols}" for rows, cols in shapes)
         raise InfeasibleError(f"tuner: no mesh of {tried} divides all layers: {reasons[len(reasons) // 2]}")
     return min(tunings, key=lambda tuning: tuning.seconds)
+
+
+def _fewest_slices(tuned: Sequence[ProductTuning], tolerance: float) -> ProductTuning:
+    """The tuning with the fewest slices whose seconds are at most the least times (1 + tolerance)."""
+    least = min(option.seconds.total for option in tuned)
+    enough = [option for option in tuned if option.seconds.total <= least * (1 + tolerance)]
+    return min(enough, key=lambda option: option.slices)
 
 
 def _meshes(chips: int, algorithm: str) -> list[Mesh]:

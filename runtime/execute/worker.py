@@ -47,6 +47,15 @@ def _run(name: str, micro: int, function: Callable[[int], None]) -> None:
     function(micro)
 
 
+def _split_at_updates(order: _Order, program: RankProgram) -> tuple[_Order, _Order]:
+    """The steps before the updates, and the updates. Only optimize tasks wait for optimize tasks."""
+    updates = {task.name for task in program.tasks if task.kind == UPDATES}
+    before = tuple(step for step in order if step[0] not in updates)
+    after = tuple(step for step in order if step[0] in updates)
+    assert (*before, *after) == order, "memory is planned for another order"
+    return before, after
+
+
 class Worker:
     """Runs the program of one rank.
 
@@ -90,11 +99,8 @@ class Worker:
         order = schedule.order(program.rank) if program.rank in schedule.ranks else ()
         self._order: _Order = order
         self._updates: _Order = ()
-        if guard is not None or actors is not None:  # only optimize tasks wait for optimize tasks
-            updates = {task.name for task in program.tasks if task.kind == UPDATES}
-            self._order = tuple(step for step in order if step[0] not in updates)
-            self._updates = tuple(step for step in order if step[0] in updates)
-            assert (*self._order, *self._updates) == order, "memory is planned for another order"
+        if guard is not None or actors is not None:
+            self._order, self._updates = _split_at_updates(order, program)
         self.storage = plan_storage(program, schedule, None if actors is None else actors.limits)
         self.arena = Arena({}, {}, {}, {}, {})
         self._actors = (
@@ -106,18 +112,27 @@ class Worker:
         self._allocate(sources)
         self.updates, self.updating = 0, False
         self.check = None if guard is None else FiniteCheck(guard, program, self.storage, self.arena, xp)
-        writer: WriterType = Writer
         self._buffers: BufferCheck | None = None
         if check_enabled():
-            steps = (*self._order, *self._updates)
-            self._buffers = BufferCheck(program, self.storage, self.arena, steps)
-            writer = functools.partial(CheckedWriter, self._buffers)
-        self.tasks: dict[str, CompiledTask] = {
-            task.name: compile_task(task, program, self.storage, self.arena, transport, xp, writer)
+            self._buffers = BufferCheck(program, self.storage, self.arena, order)
+        self.tasks = self._compile_tasks()
+        self._index_values()
+
+    def _compile_tasks(self) -> dict[str, CompiledTask]:
+        """The tasks as functions; with the check of buffers, those that it watches."""
+        program, buffers = self.program, self._buffers
+        writer: WriterType = Writer if buffers is None else functools.partial(CheckedWriter, buffers)
+        tasks = {
+            task.name: compile_task(task, program, self.storage, self.arena, self._transport, self.xp, writer)
             for task in program.tasks
         }
-        if self._buffers is not None:
-            self.tasks = {name: self._buffers.filling_dead_buffers(task) for name, task in self.tasks.items()}
+        if buffers is None:
+            return tasks
+        return {name: buffers.filling_dead_buffers(task) for name, task in tasks.items()}
+
+    def _index_values(self) -> None:
+        """Where the values that a step asks for come from: outputs, transfers, collectives, tasks."""
+        program = self.program
         self._transfers = {number: name for name, number in program.parts.numbers.items()}
         self._once = {task.name for task in program.tasks if not task.per_micro}
         self._outputs = [

@@ -36,11 +36,10 @@ from distgraph.runtime.forecast.memory_forecast import (
     with_overhead,
 )
 from distgraph.runtime.forecast.op_cost import OpCost, Work
+from distgraph.runtime.forecast.program_structure import ProgramStructure, Representative
 from distgraph.runtime.forecast.rank_equivalence import (
     RankClass,
-    RankClasses,
     representative_ranks,
-    uneven_meshes,
 )
 from distgraph.runtime.forecast.step_shares import errors_of, step_shares
 from distgraph.runtime.forecast.stream_model import Streams, TaskTime, scatters_gradients
@@ -49,12 +48,13 @@ from distgraph.runtime.forecast.task_forecast import (
     gathering,
     remaining,
     renamed,
+    sent_bytes,
     waiting,
 )
 from distgraph.runtime.program.build import Build
 from distgraph.runtime.program.kernel_workspace import task_workspace
-from distgraph.runtime.program.memory_plan import StoragePlan, planned
 from distgraph.runtime.program.ring_buffer_sizes import rank_clocks
+from distgraph.runtime.program.storage import Storage
 from distgraph.runtime.schedule.simulate import Timeline, simulate
 from distgraph.runtime.schedule.task import Ring
 
@@ -217,7 +217,7 @@ def forecasts(
     Raises:
         ResourceError: as `forecast`.
     """
-    structure = _Structure(build)
+    structure = ProgramStructure(build)
     for cluster, runtime in cases:
         yield _Forecaster(structure, cluster, _devices(build, cluster, mapping), runtime, trace).run()
 
@@ -236,39 +236,10 @@ def _devices(build: Build, cluster: Cluster, mapping: RankMapping | Sequence[int
     return devices
 
 
-@dataclass(frozen=True, slots=True)
-class _Representative:
-    """The representative of an equivalence class of ranks. It has workspaces (by task) if kernels do."""
-
-    rank_class: RankClass
-    program: RankProgram
-    plan: StoragePlan
-    streams: Streams
-    workspace: Mapping[str, int] | None
-
-
-class _Structure:
-    """What the forecasts of a program have in common: equal ranks, their programs and plans, their memory."""
-
-    def __init__(self, build: Build) -> None:
-        self.build = build
-        self.rank_classes = RankClasses(build.parts)
-        self.uneven = uneven_meshes(build)
-        self.plans: dict[int, tuple[RankProgram, StoragePlan]] = {}
-        self.memory: dict[tuple[int, int, Memory], RankMemory] = {}
-
-    def plan(self, rank: int) -> tuple[RankProgram, StoragePlan]:
-        """The program of a rank and its storage."""
-        if rank not in self.plans:
-            program = self.build.program(rank)
-            self.plans[rank] = program, planned(program)
-        return self.plans[rank]
-
-
 class _Forecaster:
     def __init__(
         self,
-        structure: _Structure,
+        structure: ProgramStructure,
         cluster: Cluster,
         devices: tuple[int, ...],
         runtime: RuntimeModel | None,
@@ -280,7 +251,7 @@ class _Forecaster:
         self.traffic = TrafficCost(self.build.lowered, cluster, devices)
         self.compute = ComputeCost(cluster)
         self.op_costs: dict[object, tuple[Work, float]] = {}
-        self.representatives: dict[Hashable, _Representative] = {}
+        self.representatives: dict[Hashable, Representative] = {}
         self.times: dict[str, list[TaskForecast]] = {}
         self.memory: dict[int, RankMemory] = {}
         self.workspaces: dict[int, dict[str, int]] = {}
@@ -301,7 +272,7 @@ class _Forecaster:
             tasks = gathering(tasks)
         if self.runtime is not None and self.runtime.messages.blocking:
             tasks, transfers, links = waiting(tasks, transfers), {}, {}
-        graph = self.build.task_graph
+        graph, micro = self.build.task_graph, self.build.task_graph.micro_batches
         timeline = simulate(
             graph,
             {n: t.body.seconds for n, t in tasks.items()},
@@ -314,12 +285,6 @@ class _Forecaster:
         )
         products = {work.dtype for work, _ in self.op_costs.values() if work.kind == "matmul"}
         errors = errors_of(self.cluster, self.devices, self.runtime_of(self.devices[0]), products)
-        sent: dict[str, float] = {}
-        for part in self.build.parts.tasks:
-            time, micro = tasks[part.name], graph.micro_batches if part.per_micro else 1
-            for link in {**time.body.wire, **time.last.wire}:
-                total = (micro - 1) * time.body.wire.get(link, 0.0) + time.last.wire.get(link, 0.0)
-                sent[link] = sent.get(link, 0.0) + total
         return Forecast(
             timeline.makespan + max(map(self.host_seconds, set(self.devices))),
             tasks,
@@ -329,7 +294,7 @@ class _Forecaster:
             self.ranks,
             self.devices,
             exact,
-            sent,
+            sent_bytes((tasks[part.name], micro if part.per_micro else 1) for part in self.build.parts.tasks),
             self.workspaces,
             self.runtime,
             errors,
@@ -364,7 +329,7 @@ class _Forecaster:
 
     def time_rank(self, rank: int) -> None:
         """Time every task of one rank: op costs of its representative, its own messages and order."""
-        rank_class, order = self.structure.rank_classes.of(rank), self.build.schedule.order(rank)
+        rank_class = self.structure.rank_classes.of(rank)
         model = self.representative(rank, rank_class)
         task_pairs = zip(rank_class.tasks, model.rank_class.tasks, strict=True)
         task_names = {part.name: other.name for part, other in task_pairs}  # -> of the representative
@@ -378,18 +343,38 @@ class _Forecaster:
         for writer, transfer, depth, posting in model.plan.sent_rings(storage):
             receiver = self.build.parts.transfers[values_here[transfer]][1]
             self.rings.add(Ring(tasks_here[writer], receiver, depth, posting))
+        self.memory[rank] = self.memory_of(rank, model, storage, task_names)
+        self.time_tasks(rank, model.program, self.streams(model, rank, rank_class), task_names, values_here)
+
+    def memory_of(
+        self, rank: int, model: Representative, storage: Storage, task_names: Mapping[str, str]
+    ) -> RankMemory:
+        """Memory of a rank, computed once for a program; `task_names` are those of the representative."""
         rules = self.runtime_of(self.devices[rank]).memory
         key = rank, model.program.rank, rules
         if key not in self.structure.memory:
             if rules.planner == "liveness":
-                steps = [(task_names[name], micro) for name, micro in order]
+                steps = [(task_names[name], micro) for name, micro in self.build.schedule.order(rank)]
                 memory = liveness_memory(model.program, storage, steps, rules)
             else:
                 memory = rank_memory(model.program, storage, model.workspace)
             self.structure.memory[key] = replace(with_overhead(memory, rules), rank=rank)
-        self.memory[rank] = self.structure.memory[key]
-        streams = self.streams(model, rank, rank_class)
-        tasks = {task.name: task for task in model.program.tasks}
+        return self.structure.memory[key]
+
+    def time_tasks(
+        self,
+        rank: int,
+        program: RankProgram,
+        streams: Streams,
+        task_names: Mapping[str, str],
+        values_here: Mapping[str, str],
+    ) -> None:
+        """Time the tasks of a rank in their order, for a micro-batch in the middle and for the last one.
+
+        The program is that of the representative; `task_names` are its names of the rank's tasks,
+        `values_here` the rank's names of its values.
+        """
+        tasks = {task.name: task for task in program.tasks}
         scattered = self.runtime_of(self.devices[rank]).gradients.each_micro_batch
         bodies = {
             name: streams.run(
@@ -398,10 +383,10 @@ class _Forecaster:
             for name, other in task_names.items()
             if tasks[other].per_micro
         }
-        newest = model.program.graph.micro_batches - 1
+        newest = program.graph.micro_batches - 1
         pending: dict[str, float] = {}
         postponed: list[LocalTask] = []
-        for name, micro in order:
+        for name, micro in self.build.schedule.order(rank):
             if name in bodies and micro != newest:
                 pending = remaining(pending, bodies[name].seconds) if pending else pending
                 continue
@@ -416,7 +401,7 @@ class _Forecaster:
             stage = self.build.parts.stages[name]
             self.times.setdefault(name, []).append(TaskForecast(name, task.kind, stage, rank, body, last))
 
-    def representative(self, rank: int, rank_class: RankClass) -> _Representative:
+    def representative(self, rank: int, rank_class: RankClass) -> Representative:
         """The first rank of the class on the same kind of device; with `trace`, the rank itself."""
         device = self.cluster.devices[self.devices[rank]]
         key = (rank_class.key, device.type, device.model, device.origin, rank if self.trace else None)
@@ -427,10 +412,10 @@ class _Forecaster:
             ops = OpCost(program, plan.storage, self.compute, number, costs, runtime.kernels)
             streams = Streams(program, plan.storage, ops, self.traffic, runtime)
             workspace = task_workspace(program, plan.storage) if runtime.memory.kernels else None
-            self.representatives[key] = _Representative(rank_class, program, plan, streams, workspace)
+            self.representatives[key] = Representative(rank_class, program, plan, streams, workspace)
         return self.representatives[key]
 
-    def streams(self, model: _Representative, rank: int, rank_class: RankClass) -> Streams:
+    def streams(self, model: Representative, rank: int, rank_class: RankClass) -> Streams:
         """The streams of a rank: those of its representative, with the costs of the rank's own messages."""
         if rank == model.program.rank:
             return model.streams

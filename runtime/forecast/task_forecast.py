@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from distgraph.runtime.forecast.stream_model import TaskTime
@@ -70,3 +70,13 @@ def renamed(time: TaskTime, names: Mapping[str, str]) -> TaskTime:
 def remaining(pending: Mapping[str, float], seconds: float) -> dict[str, float]:
     """What is pending after some seconds: value -> seconds until its collective ends."""
     return {value: end - seconds for value, end in pending.items() if end > seconds}
+
+
+def sent_bytes(tasks: Iterable[tuple[TaskForecast, int]]) -> dict[str, float]:
+    """Bytes by kind of link that tasks send in a step, each with the number of micro-batches it runs in."""
+    sent: dict[str, float] = {}
+    for time, count in tasks:
+        for link in {**time.body.wire, **time.last.wire}:
+            total = (count - 1) * time.body.wire.get(link, 0.0) + time.last.wire.get(link, 0.0)
+            sent[link] = sent.get(link, 0.0) + total
+    return sent

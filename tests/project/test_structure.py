@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.paths import ROOT
 
-MOST_LINES, MOST_ENTRIES, MOST_ENTRIES_OF_RUNTIME = 500, 20, 10
+MOST_LINES, MOST_ENTRIES, MOST_ENTRIES_OF_RUNTIME, MOST_LINES_OF_FUNCTION = 500, 20, 10, 50
 PRODUCT = ("distgraph", "passes", "runtime", "resources")
 ONE_THING = (
     {"distgraph/ops", "distgraph/kernels", "distgraph/nn"},  # an op, its kernel and its layer
@@ -48,6 +49,36 @@ def test_files_and_folders_are_small(top: str) -> None:
             lines = path.read_text(encoding="utf-8").count("\n")
             assert lines <= MOST_LINES, f"{path} has {lines} lines; split it by subject"
     assert len(entries(ROOT / "runtime")) <= MOST_ENTRIES_OF_RUNTIME
+
+
+def lines_of(function: ast.FunctionDef | ast.AsyncFunctionDef, *, signature: bool) -> int:
+    """Lines of a function without its docstring; of its body alone if the signature does not count."""
+    first, *rest = function.body
+    documented = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and rest
+    body = rest if documented else function.body
+    inside = (function.end_lineno or 0) - body[0].lineno + 1
+    return inside + (first.lineno - function.lineno if signature else 0)
+
+
+@pytest.mark.parametrize("top", PRODUCT)
+def test_functions_are_short(top: str) -> None:
+    """The signature of a command counts nothing: it is the list of its options."""
+    for folder in folders(top):
+        for path in folder.glob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                    lines = lines_of(node, signature=folder != ROOT / "distgraph" / "cli")
+                    assert lines < MOST_LINES_OF_FUNCTION, (
+                        f"{path}: {node.name} has {lines} lines without its docstring; name its steps"
+                    )
+
+
+def test_lines_of_functions_are_counted_without_docstrings() -> None:
+    source = 'def f(\n    x,\n):\n    """One.\n\n    Two."""\n    y = x\n    return y\n'
+    (function,) = ast.parse(source).body
+    assert isinstance(function, ast.FunctionDef)
+    assert lines_of(function, signature=True) == 5
+    assert lines_of(function, signature=False) == 2
 
 
 def test_a_module_name_has_one_meaning() -> None:

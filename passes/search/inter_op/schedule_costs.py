@@ -142,10 +142,10 @@ def _ends(pipeline: _Pipeline, micro_batches: int) -> list[float]:
     if _CYCLES * count**2 > _MOST_FOLLOWED:
         return _steady_ends(pipeline, micro_batches)
     followed = min(micro_batches, max(_CYCLES * count, _FOLLOWED // count))
-    ends = _last_ends(pipeline, followed)
+    ends = _Simulation(pipeline, followed).last_ends()
     if followed < micro_batches:
         later = followed // 2 // count * count  # whole cycles of the pipeline
-        before = _last_ends(pipeline, followed - later)
+        before = _Simulation(pipeline, followed - later).last_ends()
         rounds = (micro_batches - followed) / later
         ends = [end + rounds * (end - earlier) for end, earlier in zip(ends, before, strict=True)]
     return ends
@@ -166,68 +166,95 @@ def _steady_ends(pipeline: _Pipeline, micro_batches: int) -> list[float]:
     return ends
 
 
-def _last_ends(pipeline: _Pipeline, micro_batches: int) -> list[float]:
-    """End of the last backward part of every stage, by events in the order of time."""
-    schedule, forward, backward = pipeline.schedule, pipeline.forward, pipeline.backward
-    count, queues = len(forward), LinkQueues(pipeline.messages)
-    limits = _buffer_limits(schedule, count)
-    ready: tuple[list[list[float]], list[list[float]]]
-    ready = [[0.0] * micro_batches, *([] for _ in range(count - 1))], [[] for _ in range(count)]
-    begun = [0] * count, [0] * count  # forward and backward parts of every stage
-    running = [0] * count  # the side of the last part of every stage
-    free = [0.0] * count
-    # time, stage that may begin; with a side (not -1) a message to it, with its earliest arrival
-    events = [(0.0, stage, -1, 0.0) for stage in range(count)]
+class _Simulation:
+    """A pipeline that is followed by events in the order of time.
 
-    def has_room(which: int, stage: int, time: float) -> bool:
-        """Whether those who read the results of a part have done with enough of them."""
-        for reader, target, limit in limits[which][stage]:
-            ended = begun[reader][target] - (running[target] == reader and free[target] > time)
-            if begun[which][stage] - ended >= limit:
-                return False
-        return True
+    Attributes:
+        ready: times of the inputs that every stage has, by side (0 forward, 1 backward).
+        begun: number of forward and backward parts that every stage has begun.
+        running: the side of the last part of every stage.
+        free: when every stage has done with its last part.
+        events: (time, stage that may begin, -1, 0); or a message that is handed over to a link: (time, stage
+            that receives it, side, earliest arrival).
+    """
 
-    def part(stage: int, time: float) -> int | None:
+    def __init__(self, pipeline: _Pipeline, micro_batches: int) -> None:
+        count = len(pipeline.forward)
+        self.pipeline, self.micro_batches, self.count = pipeline, micro_batches, count
+        self.queues = LinkQueues(pipeline.messages)
+        self.limits = _buffer_limits(pipeline.schedule, count)
+        self.ready: tuple[list[list[float]], list[list[float]]] = (
+            [[0.0] * micro_batches, *([] for _ in range(count - 1))],
+            [[] for _ in range(count)],
+        )
+        self.begun = [0] * count, [0] * count
+        self.running, self.free = [0] * count, [0.0] * count
+        self.events = [(0.0, stage, -1, 0.0) for stage in range(count)]
+
+    def last_ends(self) -> list[float]:
+        """End of the last backward part of every stage."""
+        events = self.events
+        while events:
+            time, stage, side, earliest = heapq.heappop(events)
+            if side >= 0:
+                arrival = max(self.queues.send((side, stage - 1 + side), time), earliest)
+                self.deliver(stage, side, arrival)
+            elif self.free[stage] <= time:
+                which = self.next_part(stage, time)
+                if which is not None:
+                    self.begin(stage, which, time)
+        return self.free
+
+    def next_part(self, stage: int, time: float) -> int | None:
         """What a stage begins: 0 a forward part, 1 a backward part; None if neither can begin."""
-        turned = begun[0][stage] == micro_batches or not schedule.forward_is_done_first
+        schedule, begun = self.pipeline.schedule, self.begun
+        turned = begun[0][stage] == self.micro_batches or not schedule.forward_is_done_first
         candidates = [
             (schedule.priority(phase, begun[which][stage], 0), which)
             for which, phase in enumerate(_SIDES)
             if (turned or which == 0)
-            and time >= _entry(ready[which][stage], begun[which][stage])
-            and has_room(which, stage, time)
+            and time >= _entry(self.ready[which][stage], begun[which][stage])
+            and self.has_room(which, stage, time)
         ]
         return min(candidates)[1] if candidates else None
 
-    while events:
-        time, stage, side, earliest = heapq.heappop(events)
-        if side >= 0:
-            arrival = max(queues.send((side, stage - 1 + side), time), earliest)
-            ready[side][stage].append(arrival)
-            heapq.heappush(events, (arrival, stage, -1, 0.0))
-            continue
-        which = part(stage, time) if free[stage] <= time else None
-        if which is None:
-            continue
-        begun[which][stage] += 1
-        running[stage] = which
-        free[stage] = end = time + (backward if which else forward)[stage]
-        heapq.heappush(events, (end, stage, -1, 0.0))
+    def has_room(self, which: int, stage: int, time: float) -> bool:
+        """Whether those who read the results of a part have done with enough of them."""
+        begun = self.begun
+        for reader, target, limit in self.limits[which][stage]:
+            ended = begun[reader][target] - (self.running[target] == reader and self.free[target] > time)
+            if begun[which][stage] - ended >= limit:
+                return False
+        return True
+
+    def begin(self, stage: int, which: int, time: float) -> None:
+        """Compute a part of a stage, and send its result on."""
+        pipeline = self.pipeline
+        self.begun[which][stage] += 1
+        self.running[stage] = which
+        self.free[stage] = end = time + (pipeline.backward if which else pipeline.forward)[stage]
+        heapq.heappush(self.events, (end, stage, -1, 0.0))
         target, source = (stage - 1, stage + 1) if which else (stage + 1, stage - 1)
-        if 0 <= source < count:  # it may reuse the buffer of what this part reads
-            heapq.heappush(events, (end, source, -1, 0.0))
-        if target == count:
-            ready[1][stage].append(end)
+        if 0 <= source < self.count:  # it may reuse the buffer of what this part reads
+            heapq.heappush(self.events, (end, source, -1, 0.0))
+        if target == self.count:
+            self.ready[1][stage].append(end)
         elif target >= 0:
-            border = which, min(stage, target)
-            earliest = end + pipeline.transfer[border[1]]
-            if border in queues.longest:
-                handed_over = max(time, earliest - queues.longest[border])
-                heapq.heappush(events, (handed_over, target, which, earliest))
-            else:
-                ready[which][target].append(earliest)
-                heapq.heappush(events, (earliest, target, -1, 0.0))
-    return free
+            self.send(target, (which, min(stage, target)), time, end)
+
+    def send(self, target: int, border: tuple[int, int], time: float, end: float) -> None:
+        """Send the result of a part that began at `time` to a stage."""
+        longest, earliest = self.queues.longest, end + self.pipeline.transfer[border[1]]
+        if border in longest:
+            handed_over = max(time, earliest - longest[border])
+            heapq.heappush(self.events, (handed_over, target, border[0], earliest))
+        else:
+            self.deliver(target, border[0], earliest)
+
+    def deliver(self, stage: int, side: int, arrival: float) -> None:
+        """A message arrives at a stage, which may begin a part then."""
+        self.ready[side][stage].append(arrival)
+        heapq.heappush(self.events, (arrival, stage, -1, 0.0))
 
 
 @dataclass(frozen=True, slots=True)
