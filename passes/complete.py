@@ -57,7 +57,7 @@ def complete(graph: Graph, default: ProcessMesh | None = None, policy: str = "da
             user gave axes lead to others.
     """
     if has_loops(graph):
-        return restore(complete(flatten(graph, _meshes_of_loops(graph, default)), default, policy))
+        return restore(complete(flat_on_meshes(graph, default), default, policy))
     graph = on_meshes(graph, default)
     pinned = {name: attr for name, attr in graph.attrs.items() if attr.pinned}
     serial = replace(graph, attrs=pinned)
@@ -78,11 +78,16 @@ def complete(graph: Graph, default: ProcessMesh | None = None, policy: str = "da
     return replace(completed, op_axes={})
 
 
-def _meshes_of_loops(graph: Graph, default: ProcessMesh | None) -> dict[str, ProcessMesh]:
-    """Op name -> mesh of a program with loops, if it has several meshes."""
-    if len({*flatten(graph).meshes, *graph.placements.values()}) < 2:
-        return {}
-    return place(on_meshes(graph, default), default)[1]
+def flat_on_meshes(graph: Graph, default: ProcessMesh | None = None) -> Graph:
+    """The graph with flat loops, each on one mesh: that of the loop.
+
+    Raises:
+        ShardingError: as `complete`.
+    """
+    flat = flatten(graph)
+    if flat is graph or len({*flat.meshes, *graph.placements.values()}) < 2:
+        return flat
+    return flatten(graph, place(on_meshes(graph, default), default)[1])
 
 
 def check_op_axes(completed: Graph) -> None:

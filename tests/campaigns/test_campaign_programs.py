@@ -174,6 +174,9 @@ def _two_ranks() -> Case:
         pytest.param(9700000, 8461, False, id="plan with a copied input"),
         pytest.param(9700000, 98, True, id="ranks of a stage without a forecast"),
         pytest.param(11000000, 7540, False, id="parts of a fused op that reads two meshes"),
+        pytest.param(
+            12000000, 4977, False, id="a loop on another mesh of the same ranks than its first value"
+        ),
         pytest.param(9800000, 44, True, id="recursion that goes on in the inner dim of a reshape"),
         pytest.param(0, 9910291, False, id="two claims of one key on a dim, which differ in their place"),
     ],

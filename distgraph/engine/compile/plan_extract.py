@@ -19,6 +19,7 @@ from distgraph.ir.op_registry import lookup
 from distgraph.ir.range_notation import fold
 from distgraph.passes.assign_meshes import place
 from distgraph.passes.communication.defer_cross_mesh_sums import spread_over_meshes
+from distgraph.passes.complete import flat_on_meshes
 from distgraph.passes.decompose import decompose
 from distgraph.passes.search.layering.layer_sequence import REST, Layering, cluster_layers
 from distgraph.passes.search.layering.layer_sequence import Layer as GraphLayer
@@ -111,11 +112,11 @@ def plan_of_graph(
         placements: mesh of every op of the serial graph; by default the result of `assign_meshes.place`.
         exported: whether the plan includes the module interface that exports need.
     """
-    if has_loops(serial):
-        serial = flatten(serial)
-        layers = tuple(GraphLayer(names) for names in flat_layers(serial, [layer.ops for layer in layers]))
     completed = flatten(completed)
     ((default, _),) = Counter(_mesh(op) for op in completed.ops).most_common(1)
+    if has_loops(serial):
+        serial = flat_on_meshes(serial, default)
+        layers = tuple(GraphLayer(names) for names in flat_layers(serial, [layer.ops for layer in layers]))
     fused, whole = _decompose(serial, completed, default)
     mesh_of = dict(placements) if placements is not None else place(whole, default)[1]
     for op in whole.ops:
