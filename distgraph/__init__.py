@@ -27,6 +27,7 @@ _HOMES = {
     "reshard": "distgraph.tracing.annotations",
     "on": "distgraph.tracing.annotations",
     "recompute": "distgraph.tracing.annotations",
+    "task": "distgraph.tracing.user_tasks",
     "pipeline_boundary": "distgraph.tracing.annotations",
     "complete": "distgraph.passes.complete",
     "tune_mesh2d": "distgraph.passes.matmul_algorithms.tune_mesh2d",

@@ -14,8 +14,8 @@ from distgraph.passes import (
     partition,
     reshard,
     serial,
-    split_backward,
     split_tasks,
+    task_splitting,
 )
 from distgraph.passes.pass_registry import PassContext, register_pass
 
@@ -32,6 +32,6 @@ __all__ = [
     "register_pass",
     "reshard",
     "serial",
-    "split_backward",
     "split_tasks",
+    "task_splitting",
 ]

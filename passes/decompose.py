@@ -47,7 +47,11 @@ def _expand(op: Op) -> list[Op]:
     if function is None:
         raise GraphError(f"{op} has no decomposition; declare one with define(..., decompose=...)")
     trace = Trace(op.name, prefix=f"{op.name}.")
-    with trace.activate(), trace.within(role=op.role), trace.on_behalf_of(op.link, op.scope, op.source):
+    with (
+        trace.activate(),
+        trace.within(role=op.role),
+        trace.on_behalf_of(op.link, op.scope, op.source, op.task),
+    ):
         returned = function(op.attrs, *(Tensor(value, trace) for value in op.operands))
     tensors = returned if isinstance(returned, (tuple, list)) else (returned,)
     final = {t.value.name: result for t, result in zip(tensors, op.results, strict=True)}

@@ -39,6 +39,7 @@ PIPELINE = (
     "bucket_parameters",
     "fuse_reductions",
     "split_tasks",
+    "split_user_tasks",
     "partition",
 )
 """Names of the passes of a compilation, in order."""

@@ -50,6 +50,8 @@ class Part:
         body: its ops in program order; a `comm.transfer` is a send in the task of its source, a receive in
             that of its target.
         tail: names of the ops of the body that run with the last micro-batch only.
+        label: name of the user's task (see `split_user_tasks`); empty where there is none.
+        whole: name of the task that this one is a part of; empty if it is no part.
     """
 
     name: str
@@ -59,6 +61,8 @@ class Part:
     per_micro: bool
     body: tuple[Op, ...]
     tail: frozenset[str]
+    label: str = ""
+    whole: str = ""
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,8 @@ class Op:
         source: file:line of the user's call.
         link: name of the forward op that a backward op belongs to.
         layout: how the op is computed, once completed.
+        task: name of the user's task that the op belongs to (`dg.task`); empty outside of them, and for what
+            passes insert.
     """
 
     kind: str
@@ -68,6 +70,7 @@ class Op:
     source: str = ""
     link: str = ""
     layout: OpLayout | None = None
+    task: str = ""
     _rule: Rule | None = field(default=None, init=False, repr=False, compare=False)  # see ops.rule_of
 
     @property

@@ -187,6 +187,7 @@ class _OpText:
     scope: str
     source: str
     link: str
+    task: str
     origins: tuple[Origin, ...]
 
 
@@ -292,7 +293,7 @@ class _Reader(Transformer[Token, Any]):
     def scope(self, text: Token | None) -> str:
         return "" if text is None else _string(text)
 
-    source = scope
+    source = task = scope
 
     def link(self, value: Token | None) -> str:
         return "" if value is None else _name(value)
@@ -475,6 +476,7 @@ def _op(
         text.source,
         text.link,
         computed,
+        text.task,
     )
 
 

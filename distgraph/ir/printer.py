@@ -9,10 +9,10 @@
       update %w1 = %w1.new
 
 A type is followed by the spec and, if it is not the first mesh, `@m1`; `<m:dp, n:tp> on m1` says how the op
-is computed. Then follow the role, `in` scope, `at` source, `of` the forward op it belongs to, `by` who
-decided the layouts of the results. `place %h on m1` is a placement by the user, and `algorithm %h
-"meshslice(slices=8, block=1)"` says by which distributed algorithm a contraction is computed. Line breaks
-and spaces do not matter; `#` starts a comment. The grammar is `grammar.lark`, the parser
+is computed. Then follow the role, `in` scope, `at` source, `of` the forward op it belongs to, `task` the
+user's task, `by` who decided the layouts of the results. `place %h on m1` is a placement by the user, and
+`algorithm %h "meshslice(slices=8, block=1)"` says by which distributed algorithm a contraction is computed.
+Line breaks and spaces do not matter; `#` starts a comment. The grammar is `grammar.lark`, the parser
 `distgraph.ir.parser`. Layouts that completion dropped (`Graph.lost`) are not part of the text.
 """
 
@@ -148,6 +148,7 @@ class _Printer:
         parts += [f"in {json.dumps(op.scope)}"] if op.scope else []
         parts += [f"at {json.dumps(op.source)}"] if op.source else []
         parts += [f"of %{name_text(op.link)}"] if op.link else []
+        parts += [f"task {json.dumps(op.task)}"] if op.task else []
         origins = [self.graph.attrs[v.name].origin for v in op.results if v.name in self.graph.attrs]
         if origins:
             parts.append("by " + ", ".join(map(origin_text, origins)))

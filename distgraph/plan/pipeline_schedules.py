@@ -72,12 +72,15 @@ class Action:
         stage: position in the pipeline, 0 for the first.
         micro_batch: its number, from 0.
         chunk: number of earlier visits of the micro-batch to this stage, in forward order.
+        task: name of the user's task (`dg.task`) that is meant; empty for all tasks of this part that the
+            table does not name.
     """
 
     phase: str
     stage: int
     micro_batch: int
     chunk: int = 0
+    task: str = ""
 
 
 Credits = Callable[[StageTask, StageTask, int, bool], int | None]

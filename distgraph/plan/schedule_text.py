@@ -11,7 +11,8 @@
 
 `W2` is the part of the backward part that computes gradients of parameters, where the schedule splits it (as
 ZB-H1 does); then every backward has one. `F2.1` is micro-batch 2 on its second visit to the stage, in a
-pipeline that reaches every stage several times, in the same order. Lines that begin with # and empty lines
+pipeline that reaches every stage several times, in the same order. `F2:mlp` is the user's task "mlp"
+(`dg.task`) of that part; `F2` is then what of the part no cell names. Lines that begin with # and empty lines
 are skipped, and so is what stands once in a step (`O0`, the update) and lines that name the columns: what
 `print(schedule(...))` prints of a linear pipeline may be edited.
 
@@ -22,8 +23,10 @@ part stands below those whose results it needs. What is read becomes a `Schedule
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from distgraph.errors import GraphError
@@ -39,7 +42,9 @@ from distgraph.serialization.documents import read_text
 
 HEADER = re.compile(r"(?P<name>\S+) n=(?P<stages>[1-9]\d{0,4}) m=(?P<micro>[1-9]\d{0,5})")
 """First line of a schedule: its name, the number of stages and of micro-batches."""
-_CELL = re.compile(r"(?P<phase>[FBW])(?P<micro>\d{1,6})(?:\.(?P<chunk>\d{1,4}))?")
+_CELL = re.compile(
+    r"(?P<phase>[FBW])(?P<micro>\d{1,6})(?:\.(?P<chunk>\d{1,4}))?(?::(?P<task>[A-Za-z][A-Za-z0-9_.\-]*))?"
+)
 _ONCE = re.compile(r"[LGO]\d+")
 _COLUMN = re.compile(r"\d+(?:,\d+)*:.*")
 _PHASES = {"F": "forward", "B": "backward", "W": "weight"}
@@ -87,11 +92,26 @@ class TextTable:
         A micro-batch is held from its forward to its backward, or to the weight part where there is one.
         """
         ends = "weight" if self.splits_backward else "backward"
-        alive = most = 0
-        for key in sorted(key for key in self.actions if key[0] == stage):
-            alive += {"forward": 1, ends: -1}.get(self.actions[key].phase, 0)
-            most = max(most, alive)
+        actions = [self.actions[key] for key in sorted(key for key in self.actions if key[0] == stage)]
+        left = Counter((a.micro_batch, a.chunk) for a in actions if a.phase == ends)
+        alive, most = set[tuple[int, int]](), 0
+        for action in actions:
+            visit = (action.micro_batch, action.chunk)
+            if action.phase == "forward":
+                alive.add(visit)
+            left[visit] -= action.phase == ends
+            most = max(most, len(alive))
+            if not left[visit]:
+                alive.discard(visit)
         return most
+
+    @cached_property
+    def labels(self) -> Mapping[tuple[str, int, int], tuple[str, ...]]:
+        """(phase, stage, chunk) -> tasks that cells name, with "" for a cell without a name."""
+        labels: dict[tuple[str, int, int], dict[str, None]] = {}
+        for action in self.actions.values():
+            labels.setdefault((action.phase, action.stage, action.chunk), {})[action.task] = None
+        return {place: tuple(names) for place, names in labels.items()}
 
     def policy(self) -> SchedulePolicy:
         """The schedule."""
@@ -152,11 +172,11 @@ def parse_schedule(text: str, where: str = "schedule") -> TextTable:
             match = _CELL.fullmatch(cell)
             if match is None:
                 raise GraphError(
-                    f'{where}: line {number}: expected a cell such as F0, B0, W0, F0.1 or "-", '
+                    f'{where}: line {number}: expected a cell such as F0, B0, W0, F0.1, F0:mlp or "-", '
                     f"got {cell[:40]!r}"
                 )
             micro, chunk = int(match["micro"]), int(match["chunk"] or 0)
-            actions[stage, time] = Action(_PHASES[match["phase"]], stage, micro, chunk)
+            actions[stage, time] = Action(_PHASES[match["phase"]], stage, micro, chunk, match["task"] or "")
     chunks = 1 + max((action.chunk for action in actions.values()), default=0)
     table = TextTable(header["name"], stages, micro_batches, chunks, actions)
     _verify(table, where)
@@ -183,6 +203,8 @@ def _verify(table: TextTable, where: str) -> None:
                 "are numbered from 0"
             )
         for needed in _needs(action, table):
+            if needed not in times:  # parts whose tasks are named: the compiled program decides
+                continue
             if times[needed] >= time:
                 raise GraphError(
                     f"{where}: {_text(action)} stands at time {time} but needs {_text(needed)}, which stands "
@@ -195,11 +217,16 @@ def _all_actions(table: TextTable, phases: tuple[str, ...]) -> Iterator[Action]:
         for stage in range(table.stages):
             for chunk in range(table.chunks):
                 for micro in range(table.micro_batches):
-                    yield Action(phase, stage, micro, chunk)
+                    for task in table.labels.get((phase, stage, chunk), ("",)):
+                        yield Action(phase, stage, micro, chunk, task)
 
 
 def _needs(action: Action, table: TextTable) -> Iterator[Action]:
-    """The actions whose results an action needs."""
+    """The actions whose results an action needs, as far as the table alone can tell."""
+    if action.task:
+        if action.phase != "forward":
+            yield replace(action, phase="forward" if action.phase == "backward" else "backward")
+        return
     stage, micro, chunk, last = action.stage, action.micro_batch, action.chunk, table.stages - 1
     if action.phase == "weight":
         yield Action("backward", stage, micro, chunk)
@@ -221,7 +248,8 @@ def _text(action: Action) -> str:
 
 def _cell(action: Action) -> str:
     chunk = f".{action.chunk}" if action.chunk else ""
-    return f"{_LETTERS[action.phase]}{action.micro_batch}{chunk}"
+    task = f":{action.task}" if action.task else ""
+    return f"{_LETTERS[action.phase]}{action.micro_batch}{chunk}{task}"
 
 
 def _size(stages: int, chunks: int, micro_batches: int) -> str:

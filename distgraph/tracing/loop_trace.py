@@ -98,9 +98,9 @@ class LoopTrace(Trace):
                 f"{subject} updates state %{shown}, but a state has one new value in a step; return the new "
                 "value, or carry it from turn to turn"
             )
-        if self.boundaries or self.outputs:
+        if self.boundaries or self.outputs or self.tasks:
             raise GraphError(
-                f"{subject} marks a pipeline stage or an output, but a loop is computed on one mesh and "
-                "returns what its body returns; do so outside of the loop"
+                f"{subject} marks a pipeline stage, a task or an output, but a loop is computed on one mesh "
+                "and returns what its body returns; do so outside of the loop"
             )
         return self.finish()

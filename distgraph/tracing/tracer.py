@@ -41,6 +41,8 @@ class Trace:
         self.scope = ""
         self.link = ""
         self.where = ""
+        self.task = ""  # name of the user's task that is being traced
+        self.tasks: dict[str, str] = {}  # op name -> its task
         self.placement: ProcessMesh | None = None
         self.placements: dict[str, ProcessMesh] = {}
         self.boundaries: list[int] = []  # numbers of ops before each border of layers
@@ -75,6 +77,7 @@ class Trace:
         trace = Trace(graph.name)
         trace.ops, trace._names = list(graph.ops), set(graph.values)
         trace.attrs, trace.axis_attrs = dict(graph.attrs), dict(graph.axis_attrs)
+        trace.tasks = {op.name: op.task for op in graph.ops if op.task}
         return trace
 
     def is_inside(self, other: Trace) -> bool:
@@ -110,9 +113,13 @@ class Trace:
         inner = f"{self.scope}.{scope}" if self.scope and scope else scope or self.scope
         return self._setting(role=role or self.role, scope=inner)
 
-    def on_behalf_of(self, link: str, scope: str, where: str) -> AbstractContextManager[None]:
-        """Ops emitted inside belong to another op or parameter: its name, its scope, its source line."""
-        return self._setting(link=link, scope=scope, where=where)
+    def on_behalf_of(
+        self, link: str, scope: str, where: str, task: str | None = None
+    ) -> AbstractContextManager[None]:
+        """Ops emitted inside belong to another op or parameter: its name, its scope, its source line, and its
+        task, by default that of the op with this name."""
+        named = self.tasks.get(link, self.task) if task is None else task
+        return self._setting(link=link, scope=scope, where=where, task=named)
 
     def recomputing(self) -> AbstractContextManager[None]:
         """Results of ops emitted inside are recomputed in the backward part instead of staying in memory."""
@@ -132,6 +139,10 @@ class Trace:
     def on(self, mesh: ProcessMesh) -> AbstractContextManager[None]:
         """Ops emitted inside are computed on this mesh."""
         return self._setting(placement=mesh)
+
+    def naming(self, task: str) -> AbstractContextManager[None]:
+        """Ops emitted inside belong to a task of the user."""
+        return self._setting(task=task)
 
     def computing_by(
         self, algorithm: MatmulAlgorithm, weight: DistAttr | None = None
@@ -178,6 +189,8 @@ class Trace:
             role = "data" if kind == "input" else "forward"
             op = Op(kind, (), (value,), {"name": name, **attrs}, role, self.scope, caller())
             self.ops.append(op)
+            if self.task:  # that of the first reader, for the update
+                self.tasks[value.name] = self.task
             self._sources[key] = Tensor(value, self)
         return self._sources[key]
 
@@ -228,7 +241,11 @@ class Trace:
             shown = f"{kind}({', '.join(f'%{v.name} {v.type}' for v in values)})"
             raise GraphError(f"{shown} ({where}): {error}") from None
         results = tuple(Value(self.fresh(), tuple(shape), dtype) for shape, dtype in inferred)
-        self.ops.append(Op(kind, values, results, dict(attrs), self.role, self.scope, where, self.link))
+        self.ops.append(
+            Op(kind, values, results, dict(attrs), self.role, self.scope, where, self.link, task=self.task)
+        )
+        if self.task:
+            self.tasks[results[0].name] = self.task
         if self.placement is not None and self.role not in ("backward", "optimize"):
             # a pipeline_boundary lasts to the end of the forward part; gradients go where their forward op is
             self.placements[results[0].name] = self.placement

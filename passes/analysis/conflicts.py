@@ -276,6 +276,7 @@ def explain(graph: Graph, name: str) -> str:
     attr, producer = graph.attrs[value.name], graph.producers[value.name]
     lines = [f"%{value.name} : {value.type} {attr.spec} on {attr.mesh}, decided by {attr.origin}"]
     lines += [f"  {axis}: {_chain(graph, value, axis)}" for axis in attr.spec.axes]
+    lines += [f"  task {producer.task}, {producer.role}"] if producer.task else []
     times = multiplicity(graph)
     for op in (producer, *graph.users[value.name]):
         where = f" ({op.source})" if op.source else ""

@@ -148,7 +148,7 @@ class Product:
         value = Value(f"{self.op.name}.{name}" if name else self.op.name, tuple(shape), dtype)
         op = self.op
         self.ops.append(
-            Op(kind, tuple(operands), (value,), attrs, op.role, op.scope, op.source, op.link, computed)
+            replace(op, kind=kind, operands=tuple(operands), results=(value,), attrs=attrs, layout=computed)
         )
         self.attrs[value.name] = attr
         return value

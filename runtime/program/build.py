@@ -45,7 +45,10 @@ class Build:
     @cached_property
     def task_graph(self) -> TaskGraph:
         """The tasks as the scheduler sees them."""
-        tasks = tuple(Task(p.name, p.kind, p.stage, p.mesh.members, p.per_micro) for p in self.parts.tasks)
+        tasks = tuple(
+            Task(p.name, p.kind, p.stage, p.mesh.members, p.per_micro, p.label, p.whole)
+            for p in self.parts.tasks
+        )
         edges = tuple(Edge(source, target) for source, target in self.parts.edges)
         return TaskGraph(tasks, edges, self.lowered.micro_batches)
 

@@ -43,6 +43,8 @@ class ActionTable:
             table = policy.table(graph.stages, graph.micro_batches)
         ordered = sorted(table, key=lambda key: (key[1], key[0]))
         self._time = {table[key]: time for time, key in enumerate(ordered)}
+        self._named = {(a.phase, a.stage, a.chunk, a.task) for a in self._time if a.task}
+        self._check_names(graph, policy)
         facts = f"its table for {graph.stages} stages and {graph.micro_batches} micro-batches"
         if len(self._time) < len(table):
             action, count = Counter(table.values()).most_common(1)[0]
@@ -57,7 +59,8 @@ class ActionTable:
             for micro in range(graph.micro_batches):
                 action = self._action(task.name, micro)
                 if action not in self._time:
-                    raise GraphError(f"schedule {policy.name}: {facts} lacks {_text(action)}; add it")
+                    which = f", which has task {task.name}" if task.label else ""
+                    raise GraphError(f"schedule {policy.name}: {facts} lacks {_text(action)}{which}; add it")
                 for device in devices[task.name]:
                     self._left[device][self._time[action]] += 1
         self._order = [sorted(left) for left in self._left]
@@ -70,11 +73,25 @@ class ActionTable:
             GraphError: the policy does, and stages have different numbers of tasks; or it splits the backward
                 part, and a micro-batch comes back to a stage.
         """
-        groups: dict[tuple[str, int], list[str]] = {}
+        wholes: dict[tuple[str, int], dict[str, None]] = {}
+        whole_of: dict[str, str] = {}  # task -> the one that it is a part of, or itself
         for name in topological_order(graph):
             task = self._tasks[name]
             if self._is_compute(task):
-                groups.setdefault((self._phase_of(name), task.stage), []).append(name)
+                whole_of[name] = task.whole or name
+                wholes.setdefault((self._phase_of(name), task.stage), {})[whole_of[name]] = None
+        groups = {key: [*names] for key, names in wholes.items()}
+        chunks = self._chunks_of_wholes(graph, policy, groups, whole_of)
+        return {name: chunks[whole] for name, whole in whole_of.items()}
+
+    def _chunks_of_wholes(
+        self,
+        graph: TaskGraph,
+        policy: SchedulePolicy,
+        groups: Mapping[tuple[str, int], Sequence[str]],
+        whole_of: Mapping[str, str],
+    ) -> dict[str, int]:
+        """The chunk of every task of a phase on a stage, before the user's tasks split it."""
         if policy.chunked_table is None:
             again = [s for (phase, s), names in groups.items() if phase == "forward" and len(names) > 1]
             if again and policy.splits_backward and graph.micro_batches > 1:
@@ -85,7 +102,7 @@ class ActionTable:
                 )
             return dict.fromkeys((name for names in groups.values() for name in names), 0)
         if policy.folded:
-            return _folded_chunks(graph, policy, groups)
+            return _folded_chunks(graph, policy, groups, whole_of)
         numbers = {key: len(names) for key, names in groups.items()}
         if len(set(numbers.values())) > 1:
             (phase, stage), most = max(numbers.items(), key=lambda item: item[1])
@@ -114,7 +131,24 @@ class ActionTable:
         return kind if kind == "weight" else self._phase[name]
 
     def _action(self, name: str, micro: int) -> Action:
-        return Action(self._phase_of(name), self._tasks[name].stage, micro, self._chunk.get(name, 0))
+        task, phase, chunk = self._tasks[name], self._phase_of(name), self._chunk.get(name, 0)
+        named = (phase, task.stage, chunk, task.label) in self._named
+        return Action(phase, task.stage, micro, chunk, task.label if named else "")
+
+    def _check_names(self, graph: TaskGraph, policy: SchedulePolicy) -> None:
+        """Refuse a table that names a task which the graph does not have in that place."""
+        labels: dict[tuple[str, int, int], list[str]] = {}
+        for task in filter(self._is_compute, graph.tasks):
+            place = (self._phase_of(task.name), task.stage, self._chunk[task.name])
+            labels.setdefault(place, []).append(task.label)
+        for phase, stage, chunk, name in sorted(self._named):
+            existing = labels.get((phase, stage, chunk), [])
+            if name not in existing:
+                known = ", ".join(filter(None, existing)) or "none"
+                raise GraphError(
+                    f"schedule {policy.name}: its table names task {name!r} in the {phase} part of stage "
+                    f"{stage}, which has no task of that name; its tasks are: {known}"
+                )
 
     def _is_compute(self, task: Task) -> bool:
         return task.per_micro and task.kind in _COMPUTE_KINDS
@@ -145,12 +179,16 @@ class ActionTable:
 
 
 def _folded_chunks(
-    graph: TaskGraph, policy: SchedulePolicy, groups: Mapping[tuple[str, int], Sequence[str]]
+    graph: TaskGraph,
+    policy: SchedulePolicy,
+    groups: Mapping[tuple[str, int], Sequence[str]],
+    whole_of: Mapping[str, str],
 ) -> dict[str, int]:
     """Compute task -> 0 on the way down the stages, 1 on the way up; 0 where no stage is reached twice.
 
     Args:
         groups: (phase, stage) -> compute tasks, in topological order.
+        whole_of: task -> the one of `groups` that it is a part of.
 
     Raises:
         GraphError: the pipeline does neither.
@@ -173,11 +211,13 @@ def _folded_chunks(
             chunks.update((name, visits[stage] - 1 - number) for number, name in enumerate(names))
     weights = {name for (phase, _), names in groups.items() if phase == "weight" for name in names}
     for edge in graph.edges:  # from its backward part, and from the forward part of the same chunk
-        if edge.target in weights and edge.source in chunks:
-            chunks[edge.target] = chunks[edge.source]
+        source, target = (whole_of.get(name, name) for name in (edge.source, edge.target))
+        if target in weights and source in chunks:
+            chunks[target] = chunks[source]
     return {name: chunks.get(name, 0) for names in groups.values() for name in names}
 
 
 def _text(action: Action) -> str:
     chunk = f", chunk {action.chunk}" if action.chunk else ""
-    return f"{action.phase} of micro-batch {action.micro_batch} on stage {action.stage}{chunk}"
+    task = f" task {action.task}" if action.task else ""
+    return f"{action.phase}{task} of micro-batch {action.micro_batch} on stage {action.stage}{chunk}"

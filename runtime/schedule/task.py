@@ -34,6 +34,8 @@ class Task:
         stage: position of the task's mesh in the pipeline, 0 = first.
         ranks: ranks that run the task together (SPMD); meshes of two tasks may overlap in part.
         per_micro: True: once per micro-batch. False: once per step, and then its micro-batch is always 0.
+        label: name of the user's task that it is; empty if it is none.
+        whole: name of the task of which it is a part, where the user split that one; else empty.
     """
 
     name: str
@@ -41,6 +43,8 @@ class Task:
     stage: int
     ranks: tuple[int, ...]
     per_micro: bool
+    label: str = ""
+    whole: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,13 +58,14 @@ def test_passes_are_added_behind_their_stage_removed_and_replaced() -> None:
     assert names("first", "mine", "shift") == [
         "dead_code_elimination", "first", "choose_completion", "distribute_matmuls",
         "distribute_attention", "reshard", "lower",
-        "bucket_gradients", "bucket_parameters", "fuse_reductions", "mine", "split_tasks", "partition",
+        "bucket_gradients", "bucket_parameters", "fuse_reductions", "mine", "split_tasks",
+        "split_user_tasks", "partition",
         "shift",
     ]  # fmt: skip
     assert names("-dead_code_elimination", "lower=shares", "choose_completion=complete") == [
         "complete", "distribute_matmuls", "distribute_attention", "reshard", "shares", "bucket_gradients",
         "bucket_parameters",
-        "fuse_reductions", "split_tasks", "partition",
+        "fuse_reductions", "split_tasks", "split_user_tasks", "partition",
     ]  # fmt: skip
 
 

@@ -240,4 +240,4 @@ def _kind_into(source: str) -> str:
 
 def _boundary_op(loop: Op, kind: str, operands: Sequence[Value], result: Value) -> Op:
     layout = None if loop.layout is None else OpLayout(loop.layout.mesh)
-    return Op(kind, tuple(operands), (result,), {}, loop.role, loop.scope, loop.source, loop.link, layout)
+    return replace(loop, kind=kind, operands=tuple(operands), results=(result,), attrs={}, layout=layout)

@@ -133,7 +133,7 @@ LINES = EAGER.strip().splitlines()[1:]
         (["ahead n=2"], "expected a first line such as \"mine n=2 m=4\", got 'ahead n=2'"),
         ([], "expected a first line such as .*, got ''"),
         ([*LINES, "F0"], "has 1 columns but n=2 stages; give each stage a cell"),
-        ([*LINES, "X0 -"], "expected a cell such as F0, B0, W0, F0.1 or \"-\", got 'X0'"),
+        ([*LINES, "X0 -"], "expected a cell such as F0, B0, W0, F0.1, F0:mlp or \"-\", got 'X0'"),
         ([*LINES, "B2 -"], "B2 on stage 0 stands at time 8 and at time 9; keep one"),
         (LINES[:-1], "B2 on stage 0 is missing; add it to column 0"),
         ([*LINES, "F3 -"], "F3 on stage 0 but the first line says m=3; micro-batches are numbered from 0"),

@@ -14,8 +14,8 @@ from distgraph.errors import GraphError
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.models import GPT, GPTConfig
 from distgraph.models.megatron_layout import stages
-from distgraph.passes.split_backward import split_backward
 from distgraph.passes.split_tasks import Parts
+from distgraph.passes.task_splitting.split_backward import split_backward
 from distgraph.runtime.program.build import Build
 from distgraph.runtime.schedule.simulate import simulate
 from distgraph.runtime.schedule.task import Edge, Task, TaskGraph, pipeline

@@ -20,20 +20,20 @@ Source: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from distgraph.ir.graph import Graph, Op
 from distgraph.ir.op_registry import lookup
 from distgraph.passes.pass_registry import register_pass
 from distgraph.passes.split_tasks import Part, Parts
+from distgraph.passes.task_splitting.task_edges import task_edges
 
 _SUMS = ("reduce_sum",)
 _SAME_NUMBERS = ("add", "cast", "reshape", "transpose", "broadcast_to", "identity")
 """Ops between a product and the accumulation of its result, or of which only a product reads the result."""
 
 
-@register_pass("split_backward", stage="tasks", after=("split_tasks",))
+@register_pass("split_backward", stage="tasks", after=("split_tasks", "split_user_tasks"))
 def split_backward(parts: Parts) -> Parts:
     """Compute gradients of parameters in tasks of their own."""
     tasks: list[Part] = []
@@ -46,7 +46,7 @@ def split_backward(parts: Parts) -> Parts:
         tasks.append(replace(part, body=tuple(first), tail=part.tail - late))
         name = part.name.replace("backward", "weight", 1)
         tasks.append(replace(part, name=name, kind="weight", body=tuple(second), tail=part.tail & late))
-    return replace(parts, tasks=tuple(tasks), edges=tuple(dict.fromkeys(_edges(parts.graph, tasks))))
+    return replace(parts, tasks=tuple(tasks), edges=task_edges(parts.graph, tasks))
 
 
 def _weight_ops(graph: Graph, part: Part) -> frozenset[str]:
@@ -73,32 +73,3 @@ def _weight_ops(graph: Graph, part: Part) -> frozenset[str]:
 
 def _is_product(op: Op) -> bool:
     return lookup(op.kind).cost == "matmul" or op.kind in _SUMS
-
-
-def _edges(graph: Graph, tasks: Sequence[Part]) -> Iterator[tuple[str, str]]:
-    """(source, target) of every value that one task reads from another, and of every transfer."""
-    made: dict[str, str] = {}
-    sends: dict[str, str] = {}
-    for part in tasks:
-        for op in part.body:
-            if _sends(graph, op, part):
-                sends[op.name] = part.name
-            else:
-                made.update((value.name, part.name) for value in op.results)
-    for part in tasks:
-        for op in part.body:
-            if op.name in sends and not _sends(graph, op, part):
-                yield sends[op.name], part.name
-                continue
-            for value in op.operands:
-                source = made.get(value.name)
-                if source is not None and source != part.name:
-                    yield source, part.name
-
-
-def _sends(graph: Graph, op: Op, part: Part) -> bool:
-    """Whether an op of a task is the sending end of a transfer to another mesh."""
-    if op.kind != "comm.transfer":
-        return False
-    ranks = part.mesh.rank_set
-    return graph.attrs[op.operands[0].name].mesh.rank_set == ranks != graph.attrs[op.name].mesh.rank_set
