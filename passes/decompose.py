@@ -35,14 +35,19 @@ def decompose(graph: Graph, names: Iterable[str], meshes: Mapping[str, ProcessMe
         if op.name not in chosen:
             ops.append(op)
             continue
-        parts = _expand(op)
+        parts = expand(op)
         ops.extend(parts)
         if op.name in homes:
             placements |= {part.name: homes[op.name] for part in parts if part.kind not in SOURCES}
     return graph.with_ops(ops, placements=placements)
 
 
-def _expand(op: Op) -> list[Op]:
+def expand(op: Op) -> list[Op]:
+    """The simpler ops that one op is replaced by.
+
+    Raises:
+        GraphError: it has no decomposition.
+    """
     function = lookup(op.kind).decompose
     if function is None:
         raise GraphError(f"{op} has no decomposition; declare one with define(..., decompose=...)")

@@ -291,7 +291,10 @@ class StoragePlan:
 
     def _sends(self, root: str) -> list[tuple[str, LocalOp]]:
         """(task, send) of all sends from the memory of a root."""
-        sends = [place for place in self.uses.get(root, ()) if place in self.sending]
+        places = self.uses.get(root, ())
+        if self.sending.isdisjoint(places):  # most roots, of which there are many
+            return []
+        sends = [place for place in places if place in self.sending]
         return [(task, self.tasks[task].ops[number]) for task, number in sends]
 
     def messages(self, root: str) -> list[LocalOp]:

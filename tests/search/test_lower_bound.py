@@ -15,7 +15,7 @@ from support.search.candidates import candidates
 from benchmarks.support.all_uniform_pipelines import uniform_pipelines
 from distgraph.engine.search_driver.candidate import build_candidate
 from distgraph.engine.search_driver.layout_costs import LayoutCosts
-from distgraph.engine.search_driver.lower_bound import _divided, least_seconds
+from distgraph.engine.search_driver.lower_bound import _divided, least_bytes, least_seconds
 from distgraph.engine.search_driver.run_search import run_search
 from distgraph.engine.search_driver.search_space import pools_of
 from distgraph.engine.search_driver.search_state import SearchState
@@ -40,9 +40,13 @@ def chain_flops() -> tuple[int, int]:
 
 def chain_bytes() -> tuple[int, int]:
     """Bytes and number of the ops that move data, all in f64: four activations and their gradients,
-    the bias, the mean over the samples, and Adam (four tensors and two numbers read, three written)."""
+    the bias, the mean over the samples, and Adam (four tensors and two numbers read, three written). The
+    cross-entropy reads scores and labels (of 4 bytes) and writes two numbers a sample, its gradient reads
+    scores, labels, one number a sample and that of the mean."""
     hidden, out, weights = CHAIN.batch * 24, CHAIN.batch * 6, (24 * 24,) * 4 + (24 * 6, 6)
+    labels = CHAIN.batch // 2
     sizes = [2 * hidden] * 4 + [3 * hidden] * 4 + [2 * out + 6, CHAIN.batch + 1, 3, 3, out + 6]
+    sizes += [out + labels + 2 * CHAIN.batch, 2 * out + labels + CHAIN.batch + 1]
     sizes += [7 * size + 2 for size in weights]
     return 8 * sum(sizes), len(sizes)
 
@@ -128,15 +132,45 @@ def test_no_uniform_row_is_below(name: str, measured: bool) -> None:
 
 
 @pytest.mark.parametrize("speed", [0.8, 0.1])
-def test_not_above_the_optimum_of_exhaustive_search(speed: float) -> None:
+@pytest.mark.parametrize("program", [CHAIN, PROGRAMS["gpt"]], ids=["chain", "gpt"])
+def test_not_above_the_optimum_of_exhaustive_search(program: Program, speed: float) -> None:
+    """Softmax, norms and the loss of the second program may be replaced by simpler ops."""
     cluster = cluster_of(mixed(speed, 1, 1))
-    layout_costs = LayoutCosts(CHAIN.compile_request(), cluster, pools_of(cluster))
+    layout_costs = LayoutCosts(program.compile_request(), cluster, pools_of(cluster))
     best = min(
         build_candidate(p, layout_costs).seconds
         for count in (1, 2, 4, 8)
+        if program.batch % count == 0
         for p in candidates(layout_costs, count)
     )
-    assert 0.1 * best < bound_of(CHAIN, cluster) <= best
+    assert 0.1 * best < bound_of(program, cluster) <= best
+
+
+def test_a_replaced_op_counts_as_the_cheaper_way_to_compute_it() -> None:
+    """With a fused loss that takes a second, the bound is that of the simpler ops."""
+    cluster = two_by_two()
+    table = OpTable(launch=1.0, rates=(0.0, 0.0, 0.0))
+    devices = tuple(
+        replace(device, compute=replace(device.compute, ops={"cross_entropy": {"f64": table}}))
+        for device in cluster.devices
+    )
+    assert bound_of(CHAIN, cluster) < bound_of(CHAIN, replace(cluster, devices=devices)) < 0.01
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_no_program_on_one_mesh_needs_fewer_bytes(name: str) -> None:
+    program, cluster = PROGRAMS[name], two_by_two()
+    layout_costs = LayoutCosts(program.compile_request(), cluster, pools_of(cluster))
+    for micro_batches in (1, program.batch):
+        fold = layout_costs.layered_graph(micro_batches).fold
+        least = least_bytes(fold, len(cluster.devices))
+        held = sum(op.result.nbytes for op in fold.graph.sources("param", "state"))
+        assert least >= held / len(cluster.devices)
+        rows = uniform_pipelines(layout_costs, micro_batches, "none")
+        whole = [row for row in rows if len(row.stages) == 1 and not row.recompute]
+        assert whole
+        for row in whole:
+            assert build_candidate(row, layout_costs).forecast.peak_memory >= least
 
 
 def test_one_device_with_products_alone_reaches_it() -> None:
@@ -162,6 +196,15 @@ def test_the_plan_tells_its_bound_and_gap() -> None:
     assert plan.search.gap == pytest.approx(plan.forecast.seconds / least - 1)
     assert f"; no plan can take less than {least * 1e3:.4g} ms" in str(plan)
     assert Plan.parse(plan.text()) == plan
+
+
+def test_a_bound_is_told_by_what_it_says_about_the_plan() -> None:
+    plan = PROGRAMS["mlp"].search(two_by_two(), seconds=0.0)
+    assert plan.forecast is not None
+    seconds = plan.forecast.seconds
+    near, far = (replace(plan, search=replace(plan.search, bound=part * seconds)) for part in (0.9, 0.1))
+    assert f"no plan can take less than {0.9e3 * seconds:.4g} ms, 10.0% less than this one" in str(near)
+    assert "ms, which computation alone takes, without communication and idle devices" in str(far)
 
 
 def test_it_is_known_before_any_plan() -> None:

@@ -19,7 +19,9 @@ from distgraph.engine.search_driver.baselines import evaluate_data_parallel, eva
 from distgraph.engine.search_driver.candidate import plan_of
 from distgraph.engine.search_driver.explain.decisions import decisions
 from distgraph.engine.search_driver.fixed_mesh_search import mesh2d_programs, mesh2d_where_it_gains
+from distgraph.engine.search_driver.layout_costs import LayoutCosts
 from distgraph.engine.search_driver.run_search import run_search
+from distgraph.engine.search_driver.search_space import pools_of
 from distgraph.engine.search_driver.search_state import SearchState
 from distgraph.errors import ShardingError
 from distgraph.ir.graph import Graph
@@ -309,6 +311,16 @@ def test_mode_auto_tries_two_axes_where_the_products_take_less_than_the_best_ste
         "by meshslice",
         "by collectives where completion puts them",
     }
+
+
+def test_mode_auto_builds_nothing_on_two_axes_without_the_memory_for_it() -> None:
+    program = Program(lambda: Wide(32), (32,), batch=6)
+    found = []
+    for memory in ("1 GiB", "3 KiB"):
+        cluster = two_by_two(memory=memory)
+        layout_costs = LayoutCosts(program.compile_request(), cluster, pools_of(cluster))
+        found.append(len(mesh2d_where_it_gains(layout_costs, 1, 1.0, 2)))
+    assert found == [1, 0]
 
 
 class Square(nn.Module):

@@ -14,6 +14,7 @@ from distgraph.engine.compile.program_forecast import with_data_parallel_inputs
 from distgraph.engine.compile.zero import complete_split
 from distgraph.engine.search_driver.candidate import BuiltCandidate, build_program, with_layouts
 from distgraph.engine.search_driver.layout_costs import LayoutCosts, solve_problem
+from distgraph.engine.search_driver.lower_bound import least_bytes, least_seconds
 from distgraph.engine.search_driver.restrictions import restricted
 from distgraph.errors import DistGraphError, InfeasibleError, ResourceError, ShardingError
 from distgraph.ir.graph import Graph
@@ -156,13 +157,12 @@ def data_parallel(
     if samples < len(devices):
         return f"{what} has {samples} samples, fewer than {len(devices)} devices"
     layered = start_graph(layout_costs, micro_batches)
-    held = sum(op.result.nbytes for op in layered.graph.sources("param", "state"))
+    whole = {0: ("param", "state"), 1: ("param",), 2: ("param",)}.get(decisions.zero, ())
+    held = sum(op.result.nbytes for op in layered.graph.sources(*whole)) if whole else 0
     missing = held - min(layout_costs.cluster.devices[device].memory for device in devices)
-    if missing > 0 and not (hopeless or decisions.zero):
-        return (
-            f"out of memory by at least {format_bytes(missing)}: every device would hold all parameters and "
-            f"states"
-        )
+    if missing > 0 and not hopeless:
+        what = "parameters and states" if "state" in whole else "parameters"
+        return f"out of memory by at least {format_bytes(missing)}: every device would hold all {what}"
     mesh = ProcessMesh.grid(dp=len(devices))
     try:
         serial, strategy = with_data_parallel_inputs(layered.graph, mesh), Strategy(zero=decisions.zero)
@@ -295,15 +295,25 @@ def mesh2d_where_it_gains(
 ) -> list[Callable[[], BuiltCandidate]]:
     """Programs of two-dimensional tensor parallelism that may be fastest by the tuner's model, best first.
 
-    Their products alone take less than `seconds`; there are at most `most`.
+    Their products, and what all other ops take at least, are less than `seconds`; there are at most `most`.
+    None where no program on one mesh has enough memory.
     """
     if len(layout_costs.pools) > 1:
+        return []
+    layered, count = start_graph(layout_costs, micro_batches), len(layout_costs.devices)
+    memory = min(layout_costs.cluster.devices[device].memory for device in layout_costs.devices)
+    if not layered.recompute and least_bytes(layered.fold, count) > memory:
         return []
     try:
         programs = list(mesh2d_programs(layout_costs, micro_batches, "meshslice", most))
     except (ShardingError, InfeasibleError):  # no mesh of two axes divides the program
         return []
-    return [build for tuned, build in programs if tuned.seconds * micro_batches < seconds]
+    found = []
+    for tuned, build in programs:
+        rest = least_seconds(layered.fold, layout_costs.cluster, besides=tuned.graph.algorithms)
+        if (tuned.seconds + rest) * micro_batches < seconds:
+            found.append(build)
+    return found
 
 
 def _mesh2d_program(

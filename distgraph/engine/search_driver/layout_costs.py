@@ -85,12 +85,18 @@ class Variant:
     solved: bool
 
 
-def solve_problem(problem: Problem) -> Solution:
+def solve_problem(problem: Problem, first: bool = False) -> Solution:
     """Solve a problem of layouts; once more with more time where the gap to the bound is large.
 
-    A few seconds are plenty, unless much of them goes by while the solver is compiled or the machine is busy.
+    A few seconds are plenty, unless much of them goes by while the machine is busy.
+
+    Args:
+        problem: of any size.
+        first: whether it is the first one of a search, which has more time because loops of the solver may be
+            compiled meanwhile.
     """
-    solution = solve_cached(problem, seconds=SOLVE_SECONDS, gap=GAP)
+    seconds = _MORE_TIME * SOLVE_SECONDS if first else SOLVE_SECONDS
+    solution = solve_cached(problem, seconds=seconds, gap=GAP)
     if solution.status == "infeasible" or solution.gap <= _LARGE_GAP:
         return solution
     return solve_cached(problem, seconds=_MORE_TIME * SOLVE_SECONDS, gap=GAP)
@@ -339,7 +345,7 @@ class LayoutCosts:
         formulation = formulation.with_memory(memory_multiplier=query.memory_multiplier)
         if key not in self._solutions.choices:
             problem = restricted(formulation, query.restriction)
-            solution = solve_problem(problem)
+            solution = solve_problem(problem, first=not self._solutions.choices)
             if solution.choice is None:
                 reason = solution.message or solution.status
                 raise InfeasibleError(

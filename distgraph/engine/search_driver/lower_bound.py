@@ -1,8 +1,9 @@
-r"""Seconds of a step that no plan goes below: all products and all data movement, divided over all devices.
+r"""What no plan goes below: seconds of all products and all data movement, and bytes, over all devices.
 
-*In:* a serial train graph of a whole batch, a cluster. *Out:* seconds. *Invariant:* no forecast of a program
-that computes this graph on this cluster is below it, whatever the layouts, stages, micro-batches or schedule;
-except with convolutions whose windows may be padding alone: blocks of these may be nothing.
+*In:* a serial train graph of a whole batch, a cluster. *Out:* seconds of a step; bytes of a device.
+*Invariant:* no forecast of a program that computes this graph on this cluster is below it, whatever the
+layouts, stages, micro-batches or schedule; except with convolutions whose windows may be padding alone:
+blocks of these may be nothing.
 
 Let p_do be the seconds of op o on one device of kind d alone. For a product, w_o FLOPs are computed at the
 rate of its whole shape; any other op reads and writes w_o bytes at the bandwidth of the memory:
@@ -18,8 +19,9 @@ no rank works longer than the step takes, and there are n_d devices of kind d, s
     min T   subject to   sum_d x_do >= 1,   sum_o x_do p_do <= n_d T,   x >= 0,
 
 with one kind of device the sum of p_o over n. Several micro-batches do not do less, computing again does
-more. Left out are lookups, ops that completion may replace by simpler ones or by views, all communication,
-bubbles and the limit of memory, which is what makes the gap.
+more. Of an op that completion may replace by simpler ones, the lesser of both ways counts. Left out are
+lookups, ops that completion may replace by views, all communication, bubbles and the limit of memory, which
+is what makes the gap.
 
 Source: the roofline (Williams, Waterman and Patterson, 2009) and the fractional relaxation of scheduling
 unrelated machines (Lenstra, Shmoys and Tardos, 1990).
@@ -28,54 +30,100 @@ unrelated machines (Lenstra, Shmoys and Tardos, 1990).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
 
 import numpy as np
 
 from distgraph.ir.float_arrays import Floats
-from distgraph.ir.graph import Op
+from distgraph.ir.graph import Op, Value
 from distgraph.ir.op_registry import lookup
 from distgraph.passes.analysis.op_work import Work, work_of
+from distgraph.passes.decompose import expand
 from distgraph.passes.search.layering.layer_folding import Fold, FoldedOp
+from distgraph.passes.search.layering.liveness import Lifetimes
 from distgraph.resources import Cluster, ComputeCost
 
 
-def least_seconds(fold: Fold, cluster: Cluster) -> float:
+def least_seconds(fold: Fold, cluster: Cluster, besides: Collection[str] = ()) -> float:
     """No plan takes less for a step.
 
     Args:
         fold: of a serial train graph of one micro-batch that is the whole batch.
         cluster: where it is to run; any of its devices may stay unused.
+        besides: names of ops that are left out.
 
     Raises:
         ResourceError: a number that a product costs is not in the resource file.
     """
-    works = [
-        (len(op.members), work) for op in fold.ops for work in [_unavoidable(fold, op)] if work is not None
-    ]
+    counted = [(op, len(op.members) - sum(name in besides for name in op.members)) for op in fold.ops]
+    works = [(count, ways) for op, count in counted if count for ways in [_ways(fold, op)] if all(ways)]
     kinds: dict[object, list[int]] = {}
     for device in cluster.devices:
         kinds.setdefault((device.type, device.model, device.origin), []).append(device.index)
     cost = ComputeCost(cluster)
     seconds = np.array(
-        [[count * _alone(cost, devices[0], work) for count, work in works] for devices in kinds.values()]
+        [
+            [
+                count * min(sum(_alone(cost, devices[0], work) for work in way) for way in ways)
+                for count, ways in works
+            ]
+            for devices in kinds.values()
+        ]
     )
     return _divided(seconds.reshape(len(kinds), len(works)), [len(devices) for devices in kinds.values()])
 
 
-def _unavoidable(fold: Fold, folded: FoldedOp) -> Work | None:
-    """The work that all ranks together do at least for an op; None for one that may cost nothing."""
+def least_bytes(fold: Fold, devices: int) -> float:
+    """No program without recomputation in which all devices compute every op needs less on each of them.
+
+    Parameters, states, sums of gradients and the inputs of a step are held throughout, and between the two
+    parts of a micro-batch what the first one stores for the second, each divided over all devices.
+
+    Args:
+        fold: of a serial train graph.
+        devices: that hold it together.
+    """
+    micro, lifetimes = fold.graph.micro_batches, Lifetimes(fold).of
+    held = 0
+    for value, lifetime in zip(fold.values, lifetimes, strict=True):
+        if lifetime.kind in ("fixed", "activation"):
+            copies = micro if fold.ops[value.producer].op.kind == "input" else 1
+            held += copies * len(value.members) * value.value.nbytes
+    return held / devices
+
+
+def _ways(fold: Fold, folded: FoldedOp) -> list[list[Work]]:
+    """The works that all ranks together do at least for an op, in each of the ways to compute it; an empty
+    list for a way that may cost nothing."""
     op, declared = folded.op, lookup(folded.op.kind)
-    if declared.decompose is not None or declared.view or not op.operands:
-        return None
+    if declared.view or not op.operands:
+        return [[]]
+    read = dict(zip(op.operands, (_read_bytes(fold, operand) for operand in folded.operands), strict=True))
+    if declared.decompose is None:
+        return [_unavoidable(op, read)]
+    fused = _memory_work(op, read) if declared.cost == "memory" else []
+    if not fused:
+        return [[]]
+    return [fused, [work for part in expand(op) for work in _unavoidable(part, read)]]
+
+
+def _unavoidable(op: Op, read: Mapping[Value, int]) -> list[Work]:
+    """The work of an op that is neither replaced nor a view; none where it may cost nothing."""
+    declared = lookup(op.kind)
+    if declared.view or declared.decompose is not None or not op.operands:
+        return []
     if declared.cost == "matmul":
         return _product(op)
-    if declared.cost != "memory":
-        return None
-    work = work_of(op, [_read_bytes(fold, operand) for operand in folded.operands])
-    return work if work.kind == "memory" else None
+    return _memory_work(op, read) if declared.cost == "memory" else []
+
+
+def _memory_work(op: Op, read: Mapping[Value, int]) -> list[Work]:
+    """The bytes that an op moves. Of what a part of another op has made, nothing is known about the memory
+    behind it, so that reading it is not counted."""
+    work = work_of(op, [read.get(operand, 0) for operand in op.operands])
+    return [work] if work.kind == "memory" else []
 
 
 def _read_bytes(fold: Fold, index: int) -> int:
@@ -89,12 +137,12 @@ def _read_bytes(fold: Fold, index: int) -> int:
         index = producer.operands[0]
 
 
-def _product(op: Op) -> Work | None:
+def _product(op: Op) -> list[Work]:
     """The FLOPs of a product. With windows of one element nothing is copied for patches."""
     work = replace(work_of(op, [0] * len(op.operands)), nbytes=0.0)
     single = op.kind == "conv" and math.prod(op.operands[1].shape[2:]) == 1
     work = replace(work, patches=(0.0, 0.0)) if single else work
-    return work if work.kind == "matmul" else None
+    return [work] if work.kind == "matmul" else []
 
 
 def _alone(cost: ComputeCost, device: int, work: Work) -> float:

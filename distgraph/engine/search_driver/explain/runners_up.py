@@ -40,6 +40,7 @@ from distgraph.engine.search_driver.explain.layer_decisions import (
     with_change,
 )
 from distgraph.engine.search_driver.explain.whole_program import (
+    OtherChoice,
     border_decision,
     decision_with,
     other_choices,
@@ -175,20 +176,33 @@ class Explainer:
         """Other choices for the whole program; one that is faster, if any."""
         chosen = evaluation_of(best).choices
         others: dict[str, list[Evaluation]] = {}
-        for choice in other_choices(best, self.layout_costs):
-            if self.expired() or self._ops_of_choices >= _MOST_CHOICE_OPS:
-                break
-            yield f"another choice of {choice.name}"
-            other = with_choice(best, choice, self.layout_costs)
-            if other is None:
-                continue
-            evaluation = without_program(evaluation_of(other))
-            self._ops_of_choices += evaluation.ops
-            if evaluation.fits and evaluation.seconds < best.seconds and not self._broken(other):
-                return other
-            others.setdefault(choice.name, []).append(evaluation)
+        waiting = list(other_choices(best, self.layout_costs))
+        while waiting and not self.expired() and self._ops_of_choices < _MOST_CHOICE_OPS:
+            few, waiting = waiting[: self.evaluations.processes], waiting[self.evaluations.processes :]
+            for choice, evaluation in zip(few, self._with_choices(best, few), strict=True):
+                if self._ops_of_choices >= _MOST_CHOICE_OPS:
+                    break
+                yield f"another choice of {choice.name}"
+                if evaluation is None:
+                    continue
+                self._ops_of_choices += evaluation.ops
+                if evaluation.fits and evaluation.seconds < best.seconds:
+                    other = evaluation.program or with_choice(best, choice, self.layout_costs)
+                    if other is not None and not self._broken(other):
+                        return other
+                others.setdefault(choice.name, []).append(without_program(evaluation))
         self._whole = {name: decision_with(name, chosen, several) for name, several in others.items()}
         return None
+
+    def _with_choices(self, best: BuiltCandidate, choices: Sequence[OtherChoice]) -> list[Evaluation | None]:
+        """Forecasts of other choices, made at the same time; the program of the first is at hand."""
+
+        def forecast(choice: OtherChoice) -> Evaluation | None:
+            other = with_choice(best, choice, self.layout_costs)
+            evaluation = None if other is None else evaluation_of(other)
+            return evaluation if choice is choices[0] else _figures(evaluation)
+
+        return self.layout_costs.parallel_map(forecast, choices, self.evaluations.processes, pack=_figures)
 
     def _of_layers(self, best: BuiltCandidate) -> Generator[str | Evaluation, None, BuiltCandidate | None]:
         """Other choices for layers, first those that the search found nearest; one that is faster, if any."""
@@ -263,3 +277,7 @@ class Explainer:
 
 def _without_program(result: Plan | Changed | None) -> Plan | Changed | None:
     return result.without_program() if isinstance(result, Changed) else result
+
+
+def _figures(evaluation: Evaluation | None) -> Evaluation | None:
+    return None if evaluation is None else without_program(evaluation)
