@@ -88,12 +88,8 @@ class Variant:
 def solve_problem(problem: Problem, first: bool = False) -> Solution:
     """Solve a problem of layouts; once more with more time where the gap to the bound is large.
 
-    A few seconds are plenty, unless much of them goes by while the machine is busy.
-
-    Args:
-        problem: of any size.
-        first: whether it is the first one of a search, which has more time because loops of the solver may be
-            compiled meanwhile.
+    A few seconds are plenty, unless much of them goes by while the machine is busy. The `first` problem of a
+    search has more time because loops of the solver may be compiled meanwhile.
     """
     seconds = _MORE_TIME * SOLVE_SECONDS if first else SOLVE_SECONDS
     solution = solve_cached(problem, seconds=seconds, gap=GAP)
