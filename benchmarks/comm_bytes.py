@@ -67,7 +67,7 @@ from distgraph.runtime.program.build import Build, build
 from distgraph.tracing.tensor import Tensor
 from distgraph.tracing.tracer import Trace
 
-DATA = Path(__file__).resolve().parent / "data" / "gspmd_comm.json"
+DATA = Path(__file__).resolve().parent / "support" / "data" / "gspmd_comm.json"
 CREDITED = "wire_if_allreduce_slice_were_reduce_scatter"
 MARGIN = 0.01  # bytes within this share of XLA's count as equal
 TOLERANCE = 2e-4  # of the largest result element, fp32 sums in another order

@@ -70,7 +70,7 @@ from distgraph.resources import Cluster
 from distgraph.resources.cluster_builder import build_cluster
 from distgraph.resources.schema import check
 
-SETTINGS = Path(__file__).parent / "data" / "search" / "settings.json"
+SETTINGS = Path(__file__).parent / "support" / "data" / "search" / "settings.json"
 FILES = Path(__file__).parent.parent / "resources" / "files"
 _MODELS: Mapping[str, tuple[Any, Any, Mapping[str, Any]]] = {
     "GPT": (GPT, GPTConfig, GPT_PRESETS),

@@ -68,7 +68,7 @@ from distgraph.resources.load import load_cluster
 from distgraph.runtime.profile.calibration.error_model import coverage
 from distgraph.runtime.profile.calibration.robust_fit import Fit, Parameter, by_group, deviations, fit
 
-DATA = Path(__file__).parent / "data" / "vtrain"
+DATA = Path(__file__).parent / "support" / "data" / "vtrain"
 CLUSTER = "vtrain_a100_pod"
 FIXED = {
     "peak": 312e12,  # data sheet

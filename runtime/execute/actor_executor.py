@@ -122,8 +122,7 @@ class ActorExecutor:
             chosen = actors.choose()
             if chosen is None:
                 self._tell(told, None)
-                if not self._events(actors, arrived):
-                    self._wait(lambda: self._events(actors, arrived), actors.waiting())
+                self._wait(lambda: self._events(actors, arrived), actors.waiting())
                 continue
             self._tell(told, chosen)
             run(*chosen)

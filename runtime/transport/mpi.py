@@ -105,6 +105,7 @@ class MpiTransport:
         self._everyone: Group = tuple(range(self._size))
         self._latest: dict[Group, Operation] = {}
         self._pending: list[Operation] = []
+        self._tests = 0
         self._last_progress = time.monotonic()
         machine = world.Split_type(self._mpi.COMM_TYPE_SHARED)
         self.binding = CoreBinding(machine)
@@ -247,6 +248,12 @@ class MpiTransport:
         self._failures.check()
         if self._pending:
             self._pending = [operation for operation in self._pending if not operation.advance()]
+
+    def tested(self) -> None:
+        """Note a test of an operation that is not complete: every 16th makes all others go on."""
+        self._tests += 1
+        if self._tests % 16 == 0:
+            self.progress()
 
     def poll(self, ready: Callable[[], bool], what: str, need: Need | None = None) -> None:
         """Wait until `ready()`, while all started operations make progress. All waits come here.

@@ -57,8 +57,8 @@ class Operation:
         return True
 
     def done(self) -> bool:
-        if not self.finished:
-            self._transport.progress()
+        if not self.finished and not self.advance():
+            self._transport.tested()
         return self.finished
 
     def wait(self) -> None:

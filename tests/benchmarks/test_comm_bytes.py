@@ -1,6 +1,6 @@
 """Bytes that completed programs send, against what XLA's partitioners send for the same annotations.
 
-The numbers of XLA stand in `benchmarks/data/gspmd_comm.json` (JAX 0.10.2 on CPU).
+The numbers of XLA stand in `benchmarks/support/data/gspmd_comm.json` (JAX 0.10.2 on CPU).
 """
 
 import math

@@ -17,7 +17,7 @@ from benchmarks.support.alpa import published_formulas as published
 from benchmarks.support.alpa.recorded_plans import GPUS, Config, Plan, plans_of
 from distgraph.models import WideResNetConfig
 
-DATA = Path(__file__).resolve().parents[2] / "data" / "alpa"
+DATA = Path(__file__).resolve().parents[1] / "data" / "alpa"
 MOE_TERA = dict(zip(GPUS, (1579.9, 1580.1, 3005.7, 4992.6, 10445.9, 17870.6, 35333.4), strict=True))
 WIDE_GIGA = dict(zip(GPUS, (83.6, 163.5, 333.2, 652.5, 1330.6, 2203.5, 4518.2), strict=True))
 

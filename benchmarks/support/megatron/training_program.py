@@ -83,7 +83,7 @@ def read_runs(path: Path) -> list[Run]:
         except (TypeError, ValueError):
             raise ResourceError(
                 f"{path}, line {number}: expected 10 numbers and milliseconds, got {','.join(row)}; see "
-                "benchmarks/data/vtrain"
+                "benchmarks/support/data/vtrain"
             ) from None
         if run.tp * run.dp * run.pp != run.gpus or run.batch % (run.dp * run.micro):
             raise ResourceError(
