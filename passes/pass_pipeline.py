@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from distgraph.errors import GraphError, ShardingError
 from distgraph.ir.graph import Graph
+from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.verifier import verify
 from distgraph.passes.pass_registry import (
     GRAPH_STAGES,
@@ -232,6 +233,20 @@ def run_passes(
         if watch is not None:
             watch(run)
     return program
+
+
+def run_completion(serial: Graph, mesh: ProcessMesh | None = None) -> Graph:
+    """A serial graph completed from its annotations alone, by the pass `complete`.
+
+    Args:
+        serial: annotated graph.
+        mesh: of a graph without annotations.
+
+    Raises:
+        ShardingError: see `complete`.
+    """
+    completed: Graph = run_passes(serial, ("complete",), PassContext(mesh=mesh), verified=False)
+    return completed
 
 
 def _verify_result(each: Pass, before: Program, after: Program) -> None:

@@ -23,7 +23,7 @@ from distgraph.ir.op_registry import operand_layout, result_layout
 from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
 from distgraph.ir.step_phases import multiplicity
 from distgraph.passes.analysis.redistribution_cost import move_cost
-from distgraph.passes.complete import complete
+from distgraph.passes.pass_pipeline import run_completion
 from distgraph.passes.propagate_shardings import Lost
 from distgraph.passes.redistribution.cross_mesh import transfer
 from distgraph.passes.redistribution.planner import Price, redistribute, step_bytes, wire_price
@@ -130,7 +130,7 @@ def _where(origin: Origin) -> str:
 
 
 def conflicts(
-    graph: Graph, *, seconds: Price | None = None, plan: Plan | None = complete
+    graph: Graph, *, seconds: Price | None = None, plan: Plan | None = run_completion
 ) -> tuple[Conflict, ...]:
     """What completion had to decide against an annotation, most bytes first.
 

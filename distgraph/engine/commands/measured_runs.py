@@ -26,7 +26,7 @@ from distgraph.models import GPT, GPTConfig, GShardMoE, Llama, LlamaConfig, MoEC
 from distgraph.models.megatron_layout import Stack
 from distgraph.models.wide_resnet import WideResNetConfig
 from distgraph.optim import SGD, Adafactor, Adam, AdamW, Optimizer, shard_states
-from distgraph.passes.complete import complete
+from distgraph.passes.pass_pipeline import run_completion
 from distgraph.plan.plan import Plan
 from distgraph.plan.strategy import Strategy
 from distgraph.resources import Cluster
@@ -247,7 +247,7 @@ def _compiled(row: _Row, cluster: Cluster) -> Build:
     meshes = [ProcessMesh.grid(stage * dp * tp, dp=dp, tp=tp) for stage in range(pp)]
     stages(model, meshes, recompute=row.recompute)
     graph = train_graph(model, _batch(model, row.batch // row.micro_batches), None, _optimizer(row))
-    return build(complete(graph, meshes[0]), micro_batches=row.micro_batches, policy=row.schedule)
+    return build(run_completion(graph, meshes[0]), micro_batches=row.micro_batches, policy=row.schedule)
 
 
 def _planned(row: _Row, model: Stack, cluster: Cluster) -> Build:
