@@ -249,19 +249,19 @@ class ResourceFile(Entry):
             where = f"machines[{number}]"
             for index, group in enumerate(machine.devices):
                 path = f"{where}.devices" + (f"[{index}]" if len(machine.devices) > 1 else "")
-                collected |= _at(path, group.origin)
+                collected |= _under_path(path, group.origin)
             links: dict[str, LinkEntry | None] = {"inside": machine.inside, "nics": machine.nics}
             links["inside.host"] = machine.inside and machine.inside.host
             links["nics.attach"] = machine.nics and machine.nics.attach
             for name, link in links.items():
-                collected |= _at(f"{where}.{name}", link.origin if link else {})
+                collected |= _under_path(f"{where}.{name}", link.origin if link else {})
         if self.network is not None:
-            collected |= _at("network", self.network.origin)
+            collected |= _under_path("network", self.network.origin)
         tables = enumerate(self.measured)
         return collected | {f"measured[{i}]": table.origin for i, table in tables if table.origin is not None}
 
 
-def _at(path: str, origins: Mapping[str, Origin]) -> dict[str, Origin]:
+def _under_path(path: str, origins: Mapping[str, Origin]) -> dict[str, Origin]:
     return {f"{path}.{name}" if name else path: origin for name, origin in origins.items()}
 
 

@@ -27,4 +27,4 @@ def value_phases(graph: Graph) -> dict[str, int]:
 
 def multiplicity(graph: Graph) -> dict[str, int]:
     """Value name -> how often it is made in one step."""
-    return {name: graph.micro_batches if at == EACH else 1 for name, at in value_phases(graph).items()}
+    return {name: graph.micro_batches if phase == EACH else 1 for name, phase in value_phases(graph).items()}

@@ -336,8 +336,8 @@ def _local_max_grad(attrs: Attrs, local: Local) -> Attrs:
         return attrs
     padding = _local_padding(attrs, attrs["window"], split, inputs, local.window(1)[2:])
     blocks = local.block(0, result=True)[2:]
-    kept = tuple((a - start, b - start) for (a, b), (start, _) in zip(blocks, inputs, strict=True))
-    return {**attrs, **_not_cut(padding), "kept": kept}
+    windows = tuple((a - start, b - start) for (a, b), (start, _) in zip(blocks, inputs, strict=True))
+    return {**attrs, **_not_cut(padding), "kept": windows}
 
 
 def _max_pool_grad(xp: Any, x: Any, y: Any, dy: Any, out: Any = None, kept: Any = None, **attrs: Any) -> Any:

@@ -26,7 +26,7 @@ def _rule(results: int) -> Callable[[Shapes, Attrs], Rule]:
 
 
 def _infer(
-    names: tuple[str, ...], kept: tuple[int, ...]
+    names: tuple[str, ...], results: tuple[int, ...]
 ) -> Callable[[Sequence[Value], Attrs], list[tuple[Shape, str]]]:
     """Checks that the named operands have one shape and the others are scalars; infers the results."""
 
@@ -39,7 +39,7 @@ def _infer(
         for value in operands[len(names) :]:
             if value.shape != ():
                 raise GraphError(f"%{value.name} is {value.type} but must be a scalar")
-        return [(operands[i].shape, operands[i].dtype) for i in kept]
+        return [(operands[i].shape, operands[i].dtype) for i in results]
 
     return infer
 

@@ -163,9 +163,9 @@ class Computed:
                 axes.append((name, tuple(value.split("*"))))
         results = [result.partition(" @") for result in match["results"].split("; ")]
         specs = tuple(ShardSpec.parse(spec) for spec, _, _ in results)
-        stored = tuple(parse_number(kept) if at else None for _, at, kept in results)
+        stored = tuple(parse_number(number) if separator else None for _, separator, number in results)
         stage = None if match["stage"] is None else int(match["stage"])
-        none = all(kept is None for kept in stored)
+        none = all(number is None for number in stored)
         algorithm = None if match["algorithm"] is None else MatmulAlgorithm.parse(match["algorithm"])
         return cls(
             match["kind"], tuple(axes), tuple(partial), specs, stage, () if none else stored, algorithm

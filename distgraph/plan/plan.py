@@ -288,7 +288,9 @@ class Plan(Decisions):
         """What the plan says of a tensor, a stage or a layer."""
         every = {each: self.tensors.get(each) for each in (unfold(name) if "{" in name else [name])}
         if None not in every.values():
-            return "\n".join(self._lies(names, stored) for names, stored in fold(every).items() if stored)
+            return "\n".join(
+                self._layout_text(names, stored) for names, stored in fold(every).items() if stored
+            )
         word, _, text = name.partition(" ")
         number = int(text) if text.isdecimal() else -1
         if word == "stage" and 0 <= number < len(self.stages):
@@ -299,7 +301,7 @@ class Plan(Decisions):
         head = f"{name} (from {self.layers[number]}) on stage {self.stage_of(number)}{again}"
         return "\n".join([head, *(f"  {op}" for op in self.ops[number].ops)])
 
-    def _lies(self, name: str, stored: Stored) -> str:
+    def _layout_text(self, name: str, stored: Stored) -> str:
         return (
             f"{name} ({stored.kind}): {stored.spec} on stage {stored.stage}, {self.stages[stored.stage].mesh}"
         )
@@ -318,8 +320,8 @@ class Plan(Decisions):
             chosen = ShardSpec.parse(decision.chosen)
         except (ValueError, ShardingError):
             return False
-        lies = [self.tensors[each] for each in unfold(name) if each in self.tensors]
-        return any(stored.spec != chosen for stored in lies)
+        stored = [self.tensors[each] for each in unfold(name) if each in self.tensors]
+        return any(each.spec != chosen for each in stored)
 
     def _unsearched(self) -> str:
         if self.search.mode == "annotations":

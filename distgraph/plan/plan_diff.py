@@ -98,7 +98,7 @@ def changed(plan: Plan, lines: Mapping[str, str]) -> Plan:
             elif in_rest is not None:
                 rest[in_rest["name"]] = _as(rest[in_rest["name"]], text)
             else:
-                tensors |= {each: _at(tensors[each], text) for each in unfold(name)}
+                tensors |= {each: _with_layout(tensors[each], text) for each in unfold(name)}
         except (KeyError, IndexError, ValueError, ShardingError):
             raise GraphError(f"plan: it cannot have the line {name}: {text!r}; search again") from None
     ops = tuple(replace(layer, ops=tuple(new_ops)) for layer, new_ops in zip(layers, computed, strict=True))
@@ -135,8 +135,8 @@ def _ascending(layers: tuple[int, ...], count: int) -> tuple[int, ...]:
     return layers
 
 
-def _at(stored: Stored, text: str) -> Stored:
-    """A tensor that lies in another way, on the same stage where none is said."""
+def _with_layout(stored: Stored, text: str) -> Stored:
+    """A tensor with another layout, on the same stage if the text names none."""
     return Stored.parse(stored.kind, text) if " @" in text else replace(stored, spec=ShardSpec.parse(text))
 
 

@@ -46,8 +46,8 @@ def distribute_attention(graph: Graph) -> Graph:
             ring.differentiate(wide[op.operands[-1].name])
         ops += ring.ops
         attrs |= ring.attrs
-    kept = {name: each for name, each in graph.algorithms.items() if name not in chosen}
-    return graph.with_ops(ops, attrs=attrs, algorithms=kept)
+    remaining = {name: each for name, each in graph.algorithms.items() if name not in chosen}
+    return graph.with_ops(ops, attrs=attrs, algorithms=remaining)
 
 
 def _is_chosen(graph: Graph, op: Op, chosen: Collection[str]) -> bool:

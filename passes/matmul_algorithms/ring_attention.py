@@ -131,8 +131,8 @@ class RingAttention:
         placed = []
         for position, value in enumerate(operands):
             attr = DistAttr(operand_mesh(step, position), operand_layout(step, position), self._origin)
-            known = self.stored[value.name]
-            same = (known.mesh, known.spec) == (attr.mesh, attr.spec)
+            stored = self.stored[value.name]
+            same = (stored.mesh, stored.spec) == (attr.mesh, attr.spec)
             placed.append(value if same else self._reshard(value, attr, f"in{position}"))
         return placed
 

@@ -69,11 +69,11 @@ def differentiate(
 
 
 def pull_back(
-    trace: Trace, forward: Sequence[Op], seeds: Mapping[str, Tensor], wanted: Sequence[Value]
+    trace: Trace, forward: Sequence[Op], seeds: Mapping[str, Tensor], sources: Sequence[Value]
 ) -> list[Tensor | None]:
     """Gradients of values, from those of results of forward ops (`seeds`); None where there is none."""
-    grads = _walk(trace, list(forward), seeds, _reached(forward, {value.name for value in wanted}))
-    return [grads.get(value.name) for value in wanted]
+    grads = _walk(trace, list(forward), seeds, _reached(forward, {value.name for value in sources}))
+    return [grads.get(value.name) for value in sources]
 
 
 def _walk(

@@ -43,11 +43,11 @@ def _pruned_loop(op: Op, needed: set[str]) -> Op:
     """
     loop = Loop(op)
     count = loop.carried + loop.sums
-    kept = [n for n, value in enumerate(op.results) if n < max(1, count) or value.name in needed]
-    if len(kept) < len(op.results):
-        stacked = [loop.stacked[n - count] for n in kept if n >= count]
+    used = [n for n, value in enumerate(op.results) if n < max(1, count) or value.name in needed]
+    if len(used) < len(op.results):
+        stacked = [loop.stacked[n - count] for n in used if n >= count]
         outputs = [(f"{STACKED}{n}", value) for n, value in enumerate(stacked)]
         sums = [(label, value) for label, value in loop.body.outputs if label.startswith(SUMMED)]
         body = replace(loop.body, outputs=(*outputs, *sums))
-        op = replace(op, attrs={**op.attrs, "body": body}, results=tuple(op.results[n] for n in kept))
+        op = replace(op, attrs={**op.attrs, "body": body}, results=tuple(op.results[n] for n in used))
     return with_bodies(op, prune)

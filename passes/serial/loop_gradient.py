@@ -167,8 +167,8 @@ class _Body:
             begins = [begin for begin, _ in loop.carries if is_float(begin.dtype)]
             inner, needed = source_values(self.forward), zip(loop.operand_names, self.needs, strict=True)
             others = [name for name, need in needed if need and not name.startswith(CARRY)]
-            wanted = [*begins, *(inner[name] for name in others)]
-            gradients = self.pull_back(trace, self.forward.ops, seeds, wanted)
+            sources = [*begins, *(inner[name] for name in others)]
+            gradients = self.pull_back(trace, self.forward.ops, seeds, sources)
             new = [
                 _or_zeros(grad, value) for grad, value in zip(gradients[: len(begins)], begins, strict=True)
             ]

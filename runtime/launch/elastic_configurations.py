@@ -138,15 +138,15 @@ def _resized(available: int, program: ScriptProgram, fields: str) -> Configurati
             f"elastic: {_ranks(available)} left but one position of axis {axis} of the script's mesh "
             f"({mesh}) takes {others}; give plans for fewer ranks by --plan"
         )
-    mesh = ",".join(f"{name}:{size if name == axis else own}" for name, own in program.mesh.items())
+    mesh = ",".join(f"{name}:{size if name == axis else length}" for name, length in program.mesh.items())
     variables = {STRATEGY_VARIABLE: _with_fields(fields, {"mesh": mesh})}
     return Configuration(size * others, f"mesh {mesh}", variables)
 
 
 def _with_fields(fields: str, given: Mapping[str, str]) -> str:
     """A text of strategy fields with other values for some."""
-    kept = [part for part in fields.split() if part.partition("=")[0] not in given]
-    return " ".join([*kept, *(f"{name}={value}" for name, value in given.items())])
+    remaining = [part for part in fields.split() if part.partition("=")[0] not in given]
+    return " ".join([*remaining, *(f"{name}={value}" for name, value in given.items())])
 
 
 def _ranks(number: int) -> str:

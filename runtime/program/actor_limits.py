@@ -90,8 +90,8 @@ def _recorded(recorded: Schedule, tasks: Mapping[str, Task]) -> tuple[dict[str, 
                 places[step.task].append(place)
                 clocks[step.task].append(step.clock)
     return (
-        {name: np.array(found, np.int64) for name, found in places.items()},
-        {name: np.array(found, np.int64) for name, found in clocks.items()},
+        {name: np.array(numbers, np.int64) for name, numbers in places.items()},
+        {name: np.array(numbers, np.int64) for name, numbers in clocks.items()},
     )
 
 

@@ -437,8 +437,8 @@ class StoragePlan:
         pairs = [(writer, task) for task in (*users, *targets)]
         if posted_early:
             return max(limits.posts.get(pair, _NO_LIMIT) for pair in (*pairs, (writer, writer)))
-        found = {**limits.within, **limits.across}
-        return max((found.get(pair, _NO_LIMIT) for pair in pairs), default=1)
+        alive = {**limits.within, **limits.across}
+        return max((alive.get(pair, _NO_LIMIT) for pair in pairs), default=1)
 
     def verify(self, storage: Storage, clocks: RankClocks) -> None:
         """Compare the rings with the posts of all receives; `ring_buffer_sizes.py` states what that proves.

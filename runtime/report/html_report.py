@@ -165,8 +165,8 @@ class Page:
 
     def _interval(self, forecast: Forecast) -> str:
         """The interval of a step, and of another forecast whether it differs from that of the page."""
-        own, other = self.forecast.uncertain, forecast.uncertain
-        equal = f", {EQUAL}" if forecast is not self.forecast and own.equals(other) else ""
+        subject, other = self.forecast.uncertain, forecast.uncertain
+        equal = f", {EQUAL}" if forecast is not self.forecast and subject.equals(other) else ""
         return f" (80 % of steps: {other.interval}{equal})"
 
     def _timeline(self) -> str:

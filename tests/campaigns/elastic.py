@@ -38,7 +38,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from campaigns.elastic_program import EPOCHS, STEPS, train
-from campaigns.kills import LAUNCH, TOKEN, find_target, job_processes, source_path
+from campaigns.kills import LAUNCH, TOKEN, find_target, job_processes, kill_job, source_path
 from campaigns.kills import Trial as Kill
 
 PROGRAM: Final = Path(__file__).with_name("elastic_program.py")
@@ -161,10 +161,7 @@ def run(trial: Trial, rng: random.Random) -> tuple[list[str], float, str]:
             seconds = disturb(trial, folder, token, job, rng)
             wrong = _ended(trial, folder, token, job)
         finally:
-            for pid in job_processes(token):
-                os.kill(pid, signal.SIGKILL)
-            job.kill()
-            job.wait()
+            kill_job(token, job)
         said = (folder / "out").read_text(errors="replace")
         left = [path.name for path in (folder / "tmp").iterdir()]
         left += [path.name for path in Path("/dev/shm").glob(f"distgraph-elastic-{job.pid}-*")]

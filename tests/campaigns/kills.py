@@ -211,6 +211,15 @@ def source_path() -> str:
     return os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
+def kill_job(token: str, process: Job) -> None:
+    """Kill all processes of a trial, and wait for the first."""
+    for pid in job_processes(token):
+        _send(pid, signal.SIGKILL)
+    if process.poll() is None:
+        process.kill()
+    process.wait()
+
+
 @contextmanager
 def started(trial: Trial, folder: Path, token: str) -> Iterator[Job]:
     """A job that trains; nothing of it is left behind, whatever happened."""
@@ -232,14 +241,7 @@ def started(trial: Trial, folder: Path, token: str) -> Iterator[Job]:
     try:
         yield process
     finally:
-        for pid in job_processes(token):
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-        if process.poll() is None:
-            process.kill()
-        process.wait()
+        kill_job(token, process)
 
 
 def wait_for(phase: str, event: int, folder: Path, job: Job) -> bool:

@@ -59,10 +59,10 @@ class ElasticFit(Callback):
         enter("engine.fit() of an elastic job")
         self._place = self.folder / f"fit-{next(_calls)}"
         engine, world = self.engine, self.engine._session.ranks()
-        found: tuple[str, str, str] = ("", "", "")  # run, path of a checkpoint, error
+        start: tuple[str, str, str] = ("", "", "")  # run, path of a checkpoint, error
         if world.is_chief:
-            found = self._prepared(callbacks, batch_size)
-        run, path, note = world.share(found, 0)
+            start = self._prepared(callbacks, batch_size)
+        run, path, note = world.share(start, 0)
         engine._run = run
         if path:
             engine.load(path)

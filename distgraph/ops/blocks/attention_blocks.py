@@ -102,11 +102,11 @@ def _wide(value: Value) -> str:
 def _infer(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
     q, k, v = operands[-3:]
     b, h, _, s, _ = attention_sizes((q.shape, k.shape, v.shape))
-    made = [((b, h, s, v.shape[3]), _wide(q)), ((b, h, s), _wide(q))]
-    if [(x.shape, x.dtype) for x in operands[:-3]] != made[: len(operands) - 3]:
-        found = ", ".join(x.type for x in operands[:-3])
-        raise GraphError(f"attention of one step gives {made} but is to be merged into {found}")
-    return made
+    expected = [((b, h, s, v.shape[3]), _wide(q)), ((b, h, s), _wide(q))]
+    if [(x.shape, x.dtype) for x in operands[:-3]] != expected[: len(operands) - 3]:
+        types = ", ".join(x.type for x in operands[:-3])
+        raise GraphError(f"attention of one step gives {expected} but is to be merged into {types}")
+    return expected
 
 
 def _infer_grad(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:

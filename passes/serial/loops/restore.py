@@ -66,10 +66,10 @@ def _loop(name: str, ops: Sequence[Op], attrs: Attrs) -> Op:
     leaving = [flat[result] for result in first.attrs[RESULTS]]
     template = replace(first, kind=first.attrs[KIND], attrs=first.attrs[HELD], operands=())
     loop = Loop(template)
-    own = [_stripped(each, prefix) for each in ops if each.name.startswith(prefix)]
+    body_ops = [_stripped(each, prefix) for each in ops if each.name.startswith(prefix)]
     sources = {each.result.name: each for each in loop.body.sources("state", "input")}
     layouts = _part(attrs, prefix)
-    body = _restored(loop.body, own, layouts)
+    body = _restored(loop.body, body_ops, layouts)
     inner = [
         replace(sources[each.name], layout=follow(sources[each.name], layouts[each.name]))
         if each.kind in INTO
@@ -116,9 +116,9 @@ def _without_links_outside(body: Graph) -> Graph:
 
 def _condition(name: str, condition: Graph, ops: Sequence[Op], body: Graph, attrs: Attrs) -> Graph:
     """The condition of a loop, whose sources are laid out as those of the body."""
-    prefix, shared, own = f"{name}/{CONDITION}/", source_values(body), source_values(condition)
-    names = {f"{name}/{BODY}/{shared[source].name}": own[source].name for source in own}
-    layouts = {own[source].name: body.attrs[shared[source].name] for source in own} | _part(attrs, prefix)
+    prefix, shared, inner = f"{name}/{CONDITION}/", source_values(body), source_values(condition)
+    names = {f"{name}/{BODY}/{shared[source].name}": inner[source].name for source in inner}
+    layouts = {inner[source].name: body.attrs[shared[source].name] for source in inner} | _part(attrs, prefix)
     sources = [
         replace(source, layout=follow(source, layouts[source.name]))
         for source in condition.sources("state", "input")
