@@ -52,7 +52,7 @@ def on_meshes(graph: Graph, default: ProcessMesh | None = None) -> Graph:
     Annotations of the same tensor that name a mesh stay: they may split it further, as ZeRO does.
 
     Raises:
-        ShardingError: no annotation names a mesh and there is no default, or a mesh lacks an axis.
+        ShardingError: no annotation names a mesh and there is no default, or a mesh does not have an axis.
     """
     if not graph.axis_attrs:
         return graph

@@ -3,7 +3,7 @@
 In:   a graph and the names of ops whose declaration has a `decompose`.
 Out:  the same program with those ops expanded; results keep their names, new values are named after the op.
 Invariant: same numbers up to rounding; roles, scopes, sources and links stay. The parts of an op that has a
-      mesh of its own are computed there, wherever its operands lie.
+      mesh of its own are computed there, wherever its operands are stored.
 
     %y = softmax(%x) {axis=1}      ->      %y.0 = reduce_max(%x) {dims=(1,)} ...  %y = divide(%y.3, %y.5)
 """

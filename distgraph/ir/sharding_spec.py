@@ -221,7 +221,7 @@ class AxisAttr:
         """The layout of a value on a mesh; a mesh of one rank splits nothing, whatever its axes are.
 
         Raises:
-            ShardingError: the mesh lacks an axis.
+            ShardingError: the mesh does not have an axis.
         """
         if mesh.size == 1:
             return DistAttr(mesh, ShardSpec.replicated(len(self.spec.dims)), self.origin)
@@ -251,7 +251,7 @@ class OpAxes:
 
 
 def check_has_axes(mesh: ProcessMesh, axes: Sequence[str], subject: str) -> None:
-    """Raises ShardingError if a mesh lacks an axis that an annotation without a mesh names."""
+    """Raises ShardingError if a mesh has no axis that an annotation without a mesh names."""
     missing = next((axis for axis in axes if axis not in mesh.sizes), None)
     if missing is not None:
         raise ShardingError(

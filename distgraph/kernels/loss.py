@@ -29,7 +29,7 @@ def _check_labels(xp: Namespace, kernel: str, labels: Array, classes: int) -> No
 
 
 def _local(xp: Namespace, labels: Array, offset: int, size: int) -> tuple[Array, Array]:
-    """Labels as positions in this shard, clipped into it, and whether each lies in it."""
+    """Labels as positions in this shard, clipped into it, and whether each is in it."""
     position = labels.astype(np.int64) - offset
     inside = (position >= 0) & (position < size)
     return xp.where(inside, position, 0), inside

@@ -73,7 +73,7 @@ def _runs(
     run).
 
     Raises:
-        GraphError: the shard does not lie in ``shape``.
+        GraphError: the shard is not within ``shape``.
     """
     starts = tuple(starts) if starts is not None else (0,) * len(shape)
     fits = len(shape) == len(starts) == len(local)
@@ -183,7 +183,7 @@ def random_bits(
         salt: tells streams of one key apart.
 
     Raises:
-        GraphError: the shard does not lie in ``shape``.
+        GraphError: the shard is not within ``shape``.
     """
     local = tuple(shape if local_shape is None else local_shape)
     return _words(xp, fold_key(key, salt), *_runs(xp, shape, starts, local)).reshape(local)
@@ -289,7 +289,7 @@ def dropout(
         salt: tells the dropouts of one step apart.
 
     Raises:
-        GraphError: the rate is outside [0, 1), or the shard does not lie in ``shape``.
+        GraphError: the rate is outside [0, 1), or the shard is not within ``shape``.
     """
     if not 0 <= rate < 1:
         raise GraphError(f"dropout: rate is {rate} but must be in [0, 1)")

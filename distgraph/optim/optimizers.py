@@ -33,7 +33,7 @@ from distgraph.tracing.tracer import Trace, caller
 
 Pairs = Sequence[tuple[Tensor, Tensor]]
 StateSpec = Callable[[str, tuple[int, ...], DistAttr | None], DistAttr | None]
-"""(parameter name, shape of the state, what is known of where it could lie: the annotation of a parameter of
+"""(parameter name, shape of the state, what is known of its layout: the annotation of a parameter of
 that shape, or the mesh of its stage with nothing split) -> mesh and layout of the state, or None to leave it
 open."""
 

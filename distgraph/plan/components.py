@@ -94,7 +94,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Where a tensor with a name lies: `kind` is input, param or state."""
+    """Stage and layout of a tensor with a name: `kind` is input, param or state."""
 
     kind: str
     stage: int
@@ -123,8 +123,8 @@ class Computed:
         partial: axis -> linear group whose operands are partial over it.
         results: a layout each.
         stage: whose mesh computes it; None, in a layer, for that where it is placed (see `LayerOps`).
-        stored: per result the stage on whose mesh it lies, None for that which computes it; empty where all
-            are None.
+        stored: per result the stage on whose mesh it is stored, None for that which computes it; empty where
+            all are None.
         algorithm: the distributed algorithm of a matrix product; None where none is chosen.
     """
 

@@ -38,7 +38,7 @@ class Decisions:
         return {field.name: getattr(self, field.name) for field in fields(Decisions)}
 
     def choices(self, layers: int) -> dict[str, str]:
-        """The decisions as texts, about a program of so many layers: numbers of layers are counted."""
+        """The decisions as texts, about a program of `layers` layers: numbers of layers are counted."""
         return {
             name: f"{len(value)} of {layers} layers" if isinstance(value, tuple) else str(value)
             for name, value in self.decided().items()

@@ -63,7 +63,7 @@ class Plan(Decisions):
         batch: samples of a step.
         layers: runs of the forward ops in program order; together they are all of them.
         stages: in order of layers; those without layers last.
-        tensors: name -> where an input, parameter or state lies.
+        tensors: name -> stage and layout of an input, parameter or state.
         ops: per layer how its ops are computed.
         rest: the same for ops that belong to no layer.
         placement: machine and device of every rank; empty where there was no cluster.

@@ -2,7 +2,7 @@
 
 A plan file states for every decision the lines in which the plan with the runner-up differs from the plan:
 
-blocks.{0..3}.up.weight   [_, _]                           how a tensor lies; with @1, on which stage
+blocks.{0..3}.up.weight   [_, _]                           the layout of a tensor; with @1, its stage
 layers 0-3 op 12          matmul {m:dp} -> [dp, _]         how op 12 of the ops of these layers is computed
 op %57                    add {} -> []                     the same of an op that belongs to no layer
 layers of stages          0-4 | 5-7                        which layers every stage computes

@@ -6,7 +6,7 @@ Out:  one matrix goes round its axis of P ranks in P - 1 steps, each of which
       is gathered before them, or scattered behind them, by one collective.
 Invariant: in step t a rank at position j has block j + t of what goes round: the same tensor, on the mesh
       with its ranks in another order. A step from one order to the next is a transfer between neighbours, and
-      products read their operands where they lie (`distgraph/ops/ring_products.py`).
+      products read their operands where they are stored (`distgraph/ops/ring_products.py`).
 
     OS, A goes round y on mesh (x=2, y=2)
     %c : [x, y] = matmul(%a, %b)   ->   %B  : [_, y] = reshard(%b)                          # all_gather(x)

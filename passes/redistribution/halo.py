@@ -10,7 +10,7 @@ A window may reach below 0 or past the end of the dim: it wraps around, and is n
 
 Where the windows are other ranks' blocks (a reversal, a shift by whole blocks) the op had better be computed
 on a mesh with its ranks in another order, under which every rank reads what it holds: `nearest`. The windows
-are then fetched straight from where the tensor lies, on the same ranks in the old order.
+are then fetched straight from where the tensor is stored, on the same ranks in the old order.
 
     [x] on mesh(x=2; 0,1), windows 4:8, 0:4      0->1 [0:4]; 1->0 [4:8]
     the same on mesh(x=2; 1,0), fetched from [x] on mesh(x=2; 0,1)     nothing is sent
@@ -52,7 +52,7 @@ def halo_tiles(
         shape: of the tensor.
         mesh, spec: layout that the windows belong to.
         windows: see `operand_windows`.
-        held: where the tensor lies, if not there; on the same ranks, with the same pending reductions.
+        held: where the tensor is stored, if not there; on the same ranks, with the same pending reductions.
 
     Example:
         >>> mesh = ProcessMesh.grid(x=2)

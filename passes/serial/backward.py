@@ -14,7 +14,7 @@ Invariant: no forward op changes, but a loop leaves more results (see `loop_grad
 Ops that were traced inside `dg.recompute` are emitted again in the backward part, right before the first
 gradient that reads them, so that their forward results need not be kept (Chen et al., "Training deep nets
 with sublinear memory cost", 2016). Random ops are counter based: the second time they give the same numbers;
-and what is annotated lies there the second time too.
+and annotations hold for the copies too.
 """
 
 from __future__ import annotations
@@ -180,5 +180,5 @@ class _Walk:
                 )
             for value, copy in zip(op.results, copies, strict=True):
                 self.again[value.name] = copy.value
-                if value.name in trace.attrs:  # what is annotated lies there the second time too
+                if value.name in trace.attrs:  # annotations hold for the copy too
                     trace.annotate(copy.value, trace.attrs[value.name])

@@ -4,7 +4,7 @@ In:   a `scan` with a body B: (carry, x, fixed) -> (carry', y).
 Out:  the scan that also stacks what its gradient reads of each turn (*residuals*), and a scan that hands the
       gradient of the carry back, stacks the gradients of the items and sums those of the fixed operands.
 Invariant: the body of the gradient is the differentiated body without its forward ops: a value of the
-      forward body is read as a carry, an item or a fixed operand, is computed again if it depends on fixed
+      forward body is read as a carry, an item or a fixed operand, is recomputed if it depends on fixed
       operands and constants alone or is a reshape, or else is a residual.
 
     %h, %y = scan(%h0, %xs, %w)         %h, %y, %r = scan(%h0, %xs, %w)
@@ -141,7 +141,7 @@ class _Body:
         self.trace.recomputed = dict(self.loop.op.attrs.get("recomputed", {}))
         self.trace.blocks = max(self.trace.recomputed.values(), default=0)
         self.sources: list[Op] = []
-        self.again: list[Op] = []  # forward ops that are computed again
+        self.again: list[Op] = []  # forward ops that are recomputed
         self.known: set[str] = set()
         self._differentiate()
         self._resolve()

@@ -101,7 +101,7 @@ def _compare(part: PlacedRanks, assignment: HostAssignment, facts: Mapping[str, 
         if number >= len(actual.gpus):
             has = f"{len(actual.gpus)} GPUs" if actual.gpus else "no GPU"
             raise RuntimeFault(
-                f"{planned} but host {host} has {has}; rank {rank} lacks GPU {number}; give another host"
+                f"{planned} but host {host} has {has}; rank {rank} needs GPU {number}; give another host"
             )
         if actual.gpus[number].memory < part.memory * _MEMORY_SHARE:
             gpu = actual.gpus[number]

@@ -1,10 +1,10 @@
 """Running a job on several hosts: `distgraph run -n 4 --hosts a:2,b:2 script.py`.
 
-The hosts are checked first (`host_check.py`), so that a host that cannot be reached, or lacks what its ranks
-need, is an error of the launcher and not a rank that never comes. Then mpiexec or srun starts as many
-processes on each host as the assignment says, host by host, and every process takes its rank from the order
-in DISTGRAPH_PLACEMENT. Files of a job directory reach one host only, so there are no supervisors: ranks watch
-each other, as under plain mpiexec, and the launcher watches mpiexec.
+The hosts are checked first (`host_check.py`), so that a host that cannot be reached, or does not have
+what its ranks need, is an error of the launcher and not a rank that never comes. Then mpiexec or srun
+starts as many processes on each host as the assignment says, host by host, and every process takes its
+rank from the order in DISTGRAPH_PLACEMENT. Files of a job directory reach one host only, so there
+are no supervisors: ranks watch each other, as under plain mpiexec, and the launcher watches mpiexec.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 *In:* the loops of a rank program. *Out:* a `LoopPlan` for each: storage of its bodies, and bytes.
 *Invariant:* loops of one program run one after the other, so that they share one block of memory; that of the
-loops inside of a body lies behind the buffers of the body.
+loops inside of a body is placed after the buffers of the body.
 """
 
 from __future__ import annotations

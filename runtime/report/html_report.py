@@ -275,7 +275,7 @@ class Page:
             f'<div class="scroll"><table id="rows"><thead><tr>{head}</tr></thead>'
             f"<tbody>{rows}</tbody></table></div>"
         )
-        return _section("tensors", "Tensors", "What lies where, and who decided it.", table)
+        return _section("tensors", "Tensors", "The layout of every tensor, and what decided it.", table)
 
     def _cluster(self) -> str:
         if self.subject.cluster is None:

@@ -3,7 +3,7 @@
 *In:* a forecast, best one with spans (`forecast(..., trace=True)`).
 *Out:* `Segment`s, in seconds of the step.
 *Invariant:* the segments of the lane "compute" at the level of tasks cover the whole step on every row
-without a gap or an overlap: a task or idle. Waiting lies inside tasks.
+without a gap or an overlap: a task or idle. Waiting is part of tasks.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ class ActionTable:
     """The actions of a schedule's table that are not done yet, for each device.
 
     Raises:
-        GraphError: the table has an action twice, or lacks one that the graph has tasks for; a schedule for
+        GraphError: the table has an action twice, or not one that the graph has tasks for; a schedule for
             several chunks, and a stage has more or fewer than another.
     """
 
@@ -60,7 +60,7 @@ class ActionTable:
                 action = self._action(task.name, micro)
                 if action not in self._time:
                     which = f", which has task {task.name}" if task.label else ""
-                    raise GraphError(f"schedule {policy.name}: {facts} lacks {_text(action)}{which}; add it")
+                    raise GraphError(f"schedule {policy.name}: {facts} has no {_text(action)}{which}; add it")
                 for device in devices[task.name]:
                     self._left[device][self._time[action]] += 1
         self._order = [sorted(left) for left in self._left]

@@ -278,7 +278,7 @@ def test_tasks_that_make_no_sense_are_refused(function: Callable[[Called, Any], 
         ("b n=1 m=1\nF0:l3\nF0\nB0", "deadlock"),
         (
             "c n=1 m=1\nF0:l0\nB0",
-            "lacks forward of micro-batch 0 .*which has task forward.s0:after.l0",
+            "has no forward of micro-batch 0 .*which has task forward.s0:after.l0",
         ),
         ("d n=1 m=2\nF0:l0\nF0\nF1\nB0\nB1", "F1:l0 on stage 0 is missing"),
         ("e n=1 m=1\nB0:l0\nF0:l0\nF0\nB0", "B0:l0 on stage 0 stands at time 0 but needs F0:l0"),

@@ -87,7 +87,7 @@ def test_shares_by_weights_are_said(framework: str) -> None:
         ),
         (
             lambda p: changed(p, {"blocks.1.mlp.up.weight": "[dp, _]"}),
-            "blocks.0.mlp.up.weight lies [_, _] but blocks.1.mlp.up.weight [dp, _]",
+            "blocks.0.mlp.up.weight is sharded [_, _] but blocks.1.mlp.up.weight [dp, _]",
         ),
     ],
 )

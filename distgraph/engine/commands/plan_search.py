@@ -117,7 +117,7 @@ def search(request: CompileRequest, cluster: Cluster, options: SearchOptions) ->
 
     Raises:
         GraphError: the program does not train.
-        ResourceError: the cluster is too small, or lacks a number that a cost needs.
+        ResourceError: the cluster is too small, or does not state a number that a cost needs.
         InfeasibleError: no plan fits the cluster.
         RuntimeFault: Ctrl-C before there was any plan.
     """

@@ -32,8 +32,8 @@ def forecast_script(
 
     Raises:
         GraphError: there is no such file, or the script ends, exits or raises without a training step.
-        ResourceError: there is no cluster, it is too small, or lacks a number that a cost needs; there is no
-            such runtime.
+        ResourceError: there is no cluster, it is too small, or does not state a number that a cost
+            needs; there is no such runtime.
     """
     given = None if cluster is None else load_cluster(cluster)
     executes = None if runtime is None else load_runtime(runtime)
@@ -55,7 +55,7 @@ def plan_script(
 
     Raises:
         GraphError: there is no such file, or the script ends, exits or raises without a training step.
-        ResourceError: there is no cluster, or it lacks a number that a cost needs.
+        ResourceError: there is no cluster, or it does not state a number that a cost needs.
         InfeasibleError: no plan fits the cluster.
     """
     given = None if cluster is None else load_cluster(cluster)

@@ -78,7 +78,7 @@ def _layers_in(path: str, serial: Graph, layers: Sequence[Layer]) -> list[int]:
         return numbers
     starts = (f"{number} ({serial.producers[layer.ops[0]].scope})" for number, layer in enumerate(layers))
     raise ShardingError(
-        f"recompute of Strategy names module {path!r} but no layer of the program lies in it; layers begin "
+        f"recompute of Strategy names module {path!r} but no layer of the program is in it; layers begin "
         f"in {', '.join(starts)}; name one of these modules or numbers, or recompute any module by "
         f"dg.recompute(module)"
     )

@@ -176,7 +176,7 @@ def _pipeline(translation: _Translation) -> None:
     middle = [name for name, stage in other_stages.items() if 0 < stage < len(blocks) - 1]
     if middle:
         translation.reasons.append(
-            f"{listed(middle)} lie on a stage in the middle: Megatron-LM has them at the ends"
+            f"{listed(middle)} are stored on a stage in the middle: Megatron-LM has them at the ends"
         )
     translation.arguments["num-layers"] = len(paths)
     if len({len(stage) for stage in blocks}) > 1:
@@ -205,8 +205,8 @@ def _matrices(translation: _Translation) -> None:
         if translation.by_role(equal_name) != translation.by_role(name):
             tensors = translation.plan.tensors
             translation.reasons.append(
-                f"{equal_name} lies {tensors[equal_name].spec} but {name} {tensors[name].spec}: Megatron-LM "
-                f"splits all layers in the same way"
+                f"{equal_name} is sharded {tensors[equal_name].spec} but {name} {tensors[name].spec}: "
+                f"Megatron-LM splits all layers in the same way"
             )
     if translation.arguments["tensor-model-parallel-size"] == 1:
         return

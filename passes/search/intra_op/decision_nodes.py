@@ -162,7 +162,7 @@ def _with_axes(op: Op, mesh: ProcessMesh, given: OpAxes) -> Strategies:
 
 def options_with_axes(op: Op, mesh: ProcessMesh, given: OpAxes) -> list[int]:
     """Numbers of the strategies of an op that have the axes that the user gave it; none where an index is
-    shorter than its parts. Raises ShardingError if the mesh lacks an axis."""
+    shorter than its parts. Raises ShardingError if the mesh does not have an axis."""
     axes = given.on(mesh, str(op))
     options = enumerate(strategies_of(op, mesh).options)
     return [n for n, (split, partial) in options if not partial and tuple(sorted(split)) == axes]

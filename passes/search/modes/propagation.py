@@ -286,7 +286,7 @@ class _Propagation:
         return self.chosen[first.name] if same else None
 
     def expected(self, op: Op, result: int) -> set[ShardSpec]:
-        """Where the value lies whose gradient a backward op makes: the operand of the same shape."""
+        """The layout of the value whose gradient a backward op computes: the operand of the same shape."""
         if op.role != "backward" or op.link not in self.place:
             return set()
         linked = self.place[op.link][0]

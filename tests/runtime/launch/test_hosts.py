@@ -139,11 +139,11 @@ def facts(**changes: object) -> HostFacts:
     [
         (CROSSED, {"script": False}, "does not exist on host m0 of rank 0"),
         (CROSSED, {"version": "0"}, "host m0 of rank 0 has distgraph 0 but the launcher has"),
-        ((part("m0", [0, 1], "gpu"),), {"gpus": ()}, "host m0 has no GPU; rank 0 lacks GPU 0"),
+        ((part("m0", [0, 1], "gpu"),), {"gpus": ()}, "host m0 has no GPU; rank 0 needs GPU 0"),
         (
             (part("m0", [0, 1], "gpu"),),
             {"gpus": (GpuFacts("A", 8 * GIB),)},
-            "host m0 has 1 GPUs; rank 1 lacks GPU 1",
+            "host m0 has 1 GPUs; rank 1 needs GPU 1",
         ),
         (
             (part("m0", [0], "gpu", 16 * GIB),),

@@ -124,7 +124,7 @@ def test_tables_that_do_not_fit_the_program() -> None:
 
     with pytest.raises(GraphError, match="has forward of micro-batch 1 on stage 0 2 times; keep one"):
         schedule(plain(2, 3), SchedulePolicy("doubled", table=doubled))
-    with pytest.raises(GraphError, match="lacks forward of micro-batch 2 on stage 0; add it"):
+    with pytest.raises(GraphError, match="has no forward of micro-batch 2 on stage 0; add it"):
         schedule(plain(2, 3), SchedulePolicy("late", table=late))
 
 
