@@ -21,8 +21,9 @@ from distgraph.ir.graph import Graph
 from distgraph.ir.matmul_algorithm import ATTENTION, MatmulAlgorithm
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.passes.assign_meshes import on_meshes, on_other_meshes, place
-from distgraph.passes.complete import check_op_axes, complete
+from distgraph.passes.complete import check_op_axes
 from distgraph.passes.matmul_algorithms.cluster_prices import devices_of
+from distgraph.passes.pass_pipeline import run_completion
 from distgraph.passes.search.intra_op.apply_layouts import assign
 from distgraph.passes.search.intra_op.chosen_layouts import Layouts
 from distgraph.passes.search.intra_op.formulate import Formulation, formulate
@@ -126,7 +127,7 @@ def completed_annotations(layout_costs: LayoutCosts, micro_batches: int) -> Buil
     """The program that completion makes of the annotations."""
     layered = start_graph(layout_costs, micro_batches)
     meshes = annotated_meshes(layered.graph, layout_costs)
-    completed = replace(complete(layered.graph, meshes[0]), micro_batches=micro_batches)
+    completed = replace(run_completion(layered.graph, meshes[0]), micro_batches=micro_batches)
     devices = tuple(range(max(rank for mesh in completed.meshes for rank in mesh.members) + 1))
     return build_program(layout_costs, completed, layered, devices, "annotations, completed")
 
@@ -167,9 +168,9 @@ def data_parallel(
     try:
         serial, strategy = with_data_parallel_inputs(layered.graph, mesh), Strategy(zero=decisions.zero)
         if decisions.zero:
-            completed = complete_split(strategy, serial, lambda graph: complete(graph, mesh))
+            completed = complete_split(strategy, serial, lambda graph: run_completion(graph, mesh))
         else:
-            completed = complete(serial, mesh)
+            completed = run_completion(serial, mesh)
         completed = replace(completed, micro_batches=layered.graph.micro_batches)
         return build_program(layout_costs, completed, layered, devices, name, decisions=decisions)
     except DistGraphError as error:
@@ -191,7 +192,7 @@ def context_parallel(layout_costs: LayoutCosts, ranks: int, name: str) -> BuiltC
     rings = {op.name: MatmulAlgorithm("ring") for op in attention if op.operands[0].shape[2] == length}
     serial = replace(with_data_parallel_inputs(graph, mesh, length), algorithms=rings)
     try:
-        completed = replace(complete(serial, mesh), micro_batches=graph.micro_batches)
+        completed = replace(run_completion(serial, mesh), micro_batches=graph.micro_batches)
         return build_program(layout_costs, completed, layered, devices, name)
     except DistGraphError as error:
         return f"there is none: {error}"
@@ -320,7 +321,7 @@ def _mesh2d_program(
     layout_costs: LayoutCosts, layered: LayeredGraph, tuned: mesh2d.TunedMesh
 ) -> BuiltCandidate:
     graph, mesh = tuned.graph, tuned.mesh
-    completed = replace(complete(graph, mesh), micro_batches=layered.graph.micro_batches)
+    completed = replace(run_completion(graph, mesh), micro_batches=layered.graph.micro_batches)
     whole = mesh.members == tuple(range(mesh.size))
     every = tuple(range(max(mesh.members) + 1))
     devices = devices_of(layout_costs.cluster, mesh.shape) if whole else every
