@@ -110,21 +110,21 @@ class ActorExecutor:
     def _lead(self, actors: GroupActors, run: Act, post: Act) -> None:
         arrived = dict.fromkeys(self._incoming, 0)
         self._signals = self._expected_signals(actors, arrived)
-        told: list[Instance] = []  # receives to post that the other ranks have not been told of
+        unannounced: list[Instance] = []  # receives to post that the other ranks have not been told of
         while not actors.all_finished:
             for name, micro in actors.new_posts():
                 post(name, micro)
-                told.append((name, micro))
+                unannounced.append((name, micro))
                 for leader, count in self._credits_out[name]:
                     if micro < count:
                         self._send(leader, self._credit_tag(name), micro)
             self._events(actors, arrived)
             chosen = actors.choose()
             if chosen is None:
-                self._tell(told, None)
+                self._tell(unannounced, None)
                 self._wait(lambda: self._events(actors, arrived), actors.waiting())
                 continue
-            self._tell(told, chosen)
+            self._tell(unannounced, chosen)
             run(*chosen)
             actors.finished()
             self._announce(*chosen)
