@@ -44,7 +44,7 @@ class NonFiniteSteps:
         """Note a step, and apply the policy if not all of its values were finite.
 
         Args:
-            found: as of `described`; None if all values were finite.
+            nonfinite_counts: as of `described`; None if all values were finite.
             loss: of the step.
             step: its number.
             batch: of the step; a `Batch` knows its place in the epoch.
@@ -69,7 +69,7 @@ def described(nonfinite_counts: NonfiniteCounts, loss: float, step_text: str) ->
     """Text for messages about values that are not finite: the loss, and the first gradient with its ranks.
 
     Args:
-        found: counts of all ranks, as `Compiled.nonfinite` returns them.
+        nonfinite_counts: counts of all ranks, as `Compiled.nonfinite` returns them.
         loss: loss of the step.
         step_text: the step, such as "step 3".
     """
@@ -110,7 +110,7 @@ def apply_policy(
 
     Args:
         policy: raise, skip or warn.
-        found: counts of all ranks, as `Compiled.nonfinite` returns them.
+        nonfinite_counts: counts of all ranks, as `Compiled.nonfinite` returns them.
         loss, step, batch: those of the step; the place of a `Batch` in its epoch is part of the message.
         warned: whether there was a warning before; it is given once.
 

@@ -63,24 +63,24 @@ class ActorExecutor:
         place = next((i for i, ranks in enumerate(plan.groups) if program.rank in ranks), None)
         self._group = place
         self._ranks = () if place is None else plan.groups[place]
-        own = () if place is None else plan.tasks_of(place)
-        self._runs = sum(plan.graph.instances(plan.graph.task(name)) for name in own)
+        task_names = () if place is None else plan.tasks_of(place)
+        self._runs = sum(plan.graph.instances(plan.graph.task(name)) for name in task_names)
         crossing = [(e.source, e.target) for e in plan.graph.edges if plan.crossing(e)]
         self._edge_number = {edge: number for number, edge in enumerate(crossing)}
-        self._incoming = [edge for edge in crossing if edge[1] in own]
-        self._unseen_out = [e for e in crossing if e[0] in own and e in plan.unseen]
+        self._incoming = [edge for edge in crossing if edge[1] in task_names]
+        self._unseen_out = [e for e in crossing if e[0] in task_names and e in plan.unseen]
         self._width = 1 + len({target for _, target in self._incoming})  # numbers of a decision
         self._received: dict[Pair, list[str]] = {edge: [] for edge in self._incoming}
         for task in program.tasks:
-            for local in task.ops if task.name in own else ():
+            for local in task.ops if task.name in task_names else ():
                 if local.mode == "recv" and local.attrs["recvs"]:
                     edge = program.parts.transfers[local.op.name]
                     self._received[edge].append(local.op.result.name)
-        self._credits_out = self._credits_of(own)
+        self._credits_out = self._credits_of(task_names)
         self._sent: list[tuple[Request, np.ndarray]] = []
         self._signals: list[_Signal] = []
 
-    def _credits_of(self, own: tuple[str, ...]) -> dict[str, list[tuple[int, int]]]:
+    def _credits_of(self, task_names: tuple[str, ...]) -> dict[str, list[tuple[int, int]]]:
         """Receiving task of this mesh -> (leader of senders, for how many micro-batches it gets signals)."""
         plan, credits = self._plan, dict[str, list[tuple[int, int]]]()
         for target in sorted({target for _, target in self._incoming}):

@@ -144,10 +144,10 @@ class ActionTable:
         for phase, stage, chunk, name in sorted(self._named):
             existing = labels.get((phase, stage, chunk), [])
             if name not in existing:
-                known = ", ".join(filter(None, existing)) or "none"
+                tasks = ", ".join(filter(None, existing)) or "none"
                 raise GraphError(
                     f"schedule {policy.name}: its table names task {name!r} in the {phase} part of stage "
-                    f"{stage}, which has no task of that name; its tasks are: {known}"
+                    f"{stage}, which has no task of that name; its tasks are: {tasks}"
                 )
 
     def _is_compute(self, task: Task) -> bool:

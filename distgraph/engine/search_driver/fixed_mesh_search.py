@@ -309,12 +309,12 @@ def mesh2d_where_it_gains(
         programs = list(mesh2d_programs(layout_costs, micro_batches, "meshslice", most))
     except (ShardingError, InfeasibleError):  # no mesh of two axes divides the program
         return []
-    found = []
+    builds = []
     for tuned, build in programs:
         rest = least_seconds(layered.fold, layout_costs.cluster, besides=tuned.graph.algorithms)
         if (tuned.seconds + rest) * micro_batches < seconds:
-            found.append(build)
-    return found
+            builds.append(build)
+    return builds
 
 
 def _mesh2d_program(

@@ -96,18 +96,18 @@ class Network:
         self.near[u][v] = table
         self.near[v][u] = table.T
 
-    def keep(self, node: int, kept: Numbers) -> None:
+    def keep(self, node: int, strategies: Numbers) -> None:
         """Leave a node only the strategies that are listed; several times the same one is allowed."""
-        if not len(kept):
+        if not len(strategies):
             self.dead = True
             return
-        self.costs[node] = self.costs[node][kept]
+        self.costs[node] = self.costs[node][strategies]
         for v, table in self.near[node].items():
-            table = table[kept]
+            table = table[strategies]
             self.near[node][v] = table
             self.near[v][node] = table.T
-        self.uses[node] = [Use(u.start, u.stop, u.amounts[kept]) for u in self.uses[node]]
-        self._steps.append(_Renumber(node, kept))
+        self.uses[node] = [Use(u.start, u.stop, u.amounts[strategies]) for u in self.uses[node]]
+        self._steps.append(_Renumber(node, strategies))
 
     def follow(self, node: int, leader: int, taken: Numbers) -> None:
         """Take a node out: for strategy s of the leader it has strategy `taken[s]`; the leader inherits all

@@ -122,15 +122,17 @@ class _Flat:
         self.algorithms: dict[str, MatmulAlgorithm] = {}
 
     def add(
-        self, graph: Graph, prefix: str, mesh: ProcessMesh | None, known: Mapping[str, Value] = _NONE
+        self, graph: Graph, prefix: str, mesh: ProcessMesh | None, replacements: Mapping[str, Value] = _NONE
     ) -> None:
-        """Add the ops of a graph, whose names get a prefix; `known` are values with another name."""
+        """Add the ops of a graph, whose names get a prefix; `replacements` are values with another name."""
 
         def renamed(value: Value) -> Value:
-            return known.get(value.name) or (replace(value, name=prefix + value.name) if prefix else value)
+            return replacements.get(value.name) or (
+                replace(value, name=prefix + value.name) if prefix else value
+            )
 
         for op in graph.ops:
-            if op.results[0].name in known:
+            if op.results[0].name in replacements:
                 continue
             link = prefix + op.link if op.link in graph.values else self.link
             moved = replace(
@@ -145,7 +147,7 @@ class _Flat:
             else:
                 self.append(moved, mesh)
         if prefix:
-            self.merge(graph, prefix, mesh, known)
+            self.merge(graph, prefix, mesh, replacements)
 
     def append(self, op: Op, mesh: ProcessMesh | None) -> None:
         """Add one op of a body on the mesh of its loop."""
@@ -153,10 +155,12 @@ class _Flat:
         if mesh is not None and op.kind not in SOURCES:
             self.placements[op.name] = mesh
 
-    def merge(self, graph: Graph, prefix: str, mesh: ProcessMesh | None, known: Mapping[str, Value]) -> None:
+    def merge(
+        self, graph: Graph, prefix: str, mesh: ProcessMesh | None, replacements: Mapping[str, Value]
+    ) -> None:
         """Add what a body says of its values and ops."""
         for name, attr in graph.attrs.items():
-            if name in known:
+            if name in replacements:
                 continue
             if mesh is not None and attr.mesh.rank_set != mesh.rank_set and attr.pinned:
                 raise ShardingError(
@@ -174,17 +178,17 @@ class _Flat:
         loop = Loop(op)
         prefix = f"{op.name}/{BODY}/"
         sources = source_values(loop.body)
-        known: dict[str, Value] = {}
+        replacements: dict[str, Value] = {}
         operands = dict(zip(loop.operand_names, op.operands, strict=True))
         for name, inner in sources.items():
-            value = known[inner.name] = replace(inner, name=prefix + inner.name)
+            value = replacements[inner.name] = replace(inner, name=prefix + inner.name)
             read = () if name == TURN else (operands[name],)
             self.append(_boundary_op(op, _kind_into(name), read, value), mesh)
         before = self.link, self.role
         self.link, self.role = op.link, op.role
         if loop.condition is not None:
             self.add_condition(loop, prefix, mesh)
-        self.add(loop.body, prefix, mesh, known)
+        self.add(loop.body, prefix, mesh, replacements)
         self.link, self.role = before
 
         self.merge_sources(loop.body, prefix, sources.values())
@@ -219,13 +223,13 @@ class _Flat:
         condition, prefix = loop.condition, f"{loop.op.name}/{CONDITION}/"
         assert condition is not None
         shared = source_values(loop.body)
-        known = {
+        replacements = {
             value.name: replace(shared[name], name=body_prefix + shared[name].name)
             for name, value in source_values(condition).items()
         }
-        self.add(condition, prefix, mesh, known)
+        self.add(condition, prefix, mesh, replacements)
         ((_, go),) = condition.outputs
-        read = known.get(go.name) or replace(go, name=prefix + go.name)
+        read = replacements.get(go.name) or replace(go, name=prefix + go.name)
         test = _boundary_op(loop.op, boundary.TEST, (read,), Value(f"{prefix}?", (), "bool"))
         self.append(test, mesh)
         if test.layout is not None:  # of a completed graph: every rank of the loop knows the condition

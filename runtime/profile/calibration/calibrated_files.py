@@ -44,7 +44,7 @@ def write_calibrated(output: str, cluster: str, runtime: str, calibration: Calib
     Args:
         output: path of the resource file.
         cluster, runtime: names or paths of the files that the calibration started from.
-        found: the calibration.
+        calibration: the calibration.
 
     Returns:
         The paths that were written.
