@@ -12,9 +12,9 @@ Two figures for each: `model`, the least seconds of the tuner's closed form (Mes
 compiles. A program has the fewest slices within 2 % of the least seconds, as in mode mesh2d; `program_model`
 is the closed form of these. With --quick weak scaling alone.
 
-The steps of real ranks (`measured`) come from `benchmarks.mesh2d_networks`: from the files of former runs
-that --measured names, or else from a run of all networks, for half an hour. There are none without root,
-and with --quick only those of files.
+The steps of real ranks (`measured`) come from `benchmarks.support.mesh2d.mesh2d_networks`: from the files of
+former runs that --measured names, or else from a run of all networks, for half an hour. There are none
+without root, and with --quick only those of files.
 
 Keys of the result: see `benchmarks/HISTORY.md` for what they were. Gains are in percent.
 
@@ -28,10 +28,10 @@ Keys of the result: see `benchmarks/HISTORY.md` for what they were. Gains are in
     slices_32x8                   seconds by model and program for numbers of slices, GPT-3 on 32 x 8 chips
     order_holds                   MeshSlice < Wang < Collective in all cases; `order_holds_simulated`
     tuner_seconds                 of the processor, four layers on 256 chips
-    assumptions                   the figures of the paper under others (`support/mesh2d_assumptions.py`)
+    assumptions                   the figures of the paper under others (`mesh2d_assumptions.py`)
     explained                     share (percent) of each difference above 5 points that one explains
     rows                          all cases, communication by cause: launch, sync and transfer
-    measured                      of `benchmarks.mesh2d_networks`
+    measured                      of `benchmarks.support.mesh2d.mesh2d_networks`
 
 Nothing is fitted to the paper's results.
 """
@@ -47,12 +47,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks import mesh2d_networks
-from benchmarks.support import mesh2d_assumptions as assumptions
 from benchmarks.support.machines import missing
-from benchmarks.support.mesh2d_assumptions import BLOCK, WIDTHS, layers_of, mean_gain
-from benchmarks.support.mesh2d_programs import block_seconds, simulated
-from benchmarks.support.torus_prices import TPU_V4
+from benchmarks.support.mesh2d import mesh2d_assumptions as assumptions
+from benchmarks.support.mesh2d import mesh2d_networks
+from benchmarks.support.mesh2d.mesh2d_assumptions import BLOCK, WIDTHS, layers_of, mean_gain
+from benchmarks.support.mesh2d.mesh2d_programs import block_seconds, simulated
+from benchmarks.support.mesh2d.torus_prices import TPU_V4
 from distgraph.errors import DistGraphError
 from distgraph.passes.matmul_algorithms.layer_products import DATAFLOWS, Mesh, divisors, legal_slices
 from distgraph.passes.matmul_algorithms.product_seconds import ALGORITHMS, product_seconds
@@ -292,7 +292,10 @@ def measured_steps(files: Sequence[Path], quick: bool) -> list[dict[str, Any]]:
         return [row for file in files for row in json.loads(file.read_text())["measured"]]
     reason = "--quick" if quick else missing()
     if reason:
-        print(f"no steps on networks: {reason}; name files of benchmarks.mesh2d_networks with --measured")
+        print(
+            f"no steps on networks: {reason}; name files of benchmarks.support.mesh2d.mesh2d_networks with "
+            f"--measured"
+        )
         return []
     rows: list[dict[str, Any]] = mesh2d_networks.run(mesh2d_networks.SETTINGS, quick=False)["measured"]
     return rows

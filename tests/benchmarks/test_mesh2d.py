@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.support.mesh2d_assumptions import (
+from benchmarks.support.mesh2d.mesh2d_assumptions import (
     ASSUMPTIONS,
     BLOCK,
     PAPER,
@@ -19,7 +19,7 @@ from benchmarks.support.mesh2d_assumptions import (
     run,
     table,
 )
-from benchmarks.support.torus_prices import TPU_V4
+from benchmarks.support.mesh2d.torus_prices import TPU_V4
 from distgraph.passes.matmul_algorithms.layer_products import dataflow, products
 from distgraph.passes.matmul_algorithms.tuner import tune
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.support.torus_prices import TPU_V4, TorusPrices, checked_seconds
+from benchmarks.support.mesh2d.torus_prices import TPU_V4, TorusPrices, checked_seconds
 from distgraph.errors import InfeasibleError, ShardingError
 from distgraph.passes.matmul_algorithms.layer_products import (
     DATAFLOWS,

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from benchmarks.support.torus_prices import TorusPrices, checked_seconds
+from benchmarks.support.mesh2d.torus_prices import TorusPrices, checked_seconds
 from distgraph.errors import DistGraphError, InfeasibleError, ResourceError, ShardingError
 from distgraph.passes.matmul_algorithms.layer_products import Layer, products
 from distgraph.passes.matmul_algorithms.ring_prices import Ring

@@ -1,6 +1,6 @@
 """Milliseconds per kernel at the sizes of a small GPT, beside PyTorch eager on one thread.
 
-    OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 python benchmarks/kernels.py [--quick] [--json FILE]
+    OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 python -m benchmarks.support.kernels [--quick] [--json FILE]
 
 Sizes: 4 layers, hidden 256, 8 heads of 32, sequence 128, batch 16 (2048 tokens), vocabulary 4096, float32.
 Columns: ours with compiled loops (extra ``fast``), ours in plain NumPy, PyTorch, and ours / PyTorch. Each is

@@ -18,7 +18,7 @@ from functools import cache
 from statistics import fmean
 from typing import Any
 
-from benchmarks.support.torus_prices import TPU_V4
+from benchmarks.support.mesh2d.torus_prices import TPU_V4
 from distgraph.passes.matmul_algorithms.layer_products import (
     Flow,
     Layer,

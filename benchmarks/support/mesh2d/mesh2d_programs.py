@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.support.mesh2d_assumptions import BLOCK, SEQUENCE
+from benchmarks.support.mesh2d.mesh2d_assumptions import BLOCK, SEQUENCE
 from distgraph import nn, ops
 from distgraph.engine.compile.train_graph import train_graph
 from distgraph.ir.graph import Graph
@@ -27,7 +27,7 @@ from distgraph.runtime.program.build import build
 from distgraph.tracing.tracer import Trace
 
 HEAD = 128  # features of a head of attention
-FILE = Path(__file__).parents[2] / "resources/files/tpu_v4_16x16.yaml"
+FILE = Path(__file__).parents[3] / "resources/files/tpu_v4_16x16.yaml"
 
 
 @cache

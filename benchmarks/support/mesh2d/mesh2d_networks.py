@@ -1,6 +1,7 @@
 """Distributed matrix products on networks of limited speed: measured steps beside their forecasts.
 
-    python -m benchmarks.mesh2d_networks [--json FILE] [--quick] [--network N] [--rounds N] [--profile S]
+    python -m benchmarks.support.mesh2d.mesh2d_networks [--json FILE] [--quick] [--network N]
+                                                        [--rounds N] [--profile S]
 
 Machines are network namespaces of this computer (`benchmarks.support.machines`; needs root), each with its
 share of the cores: four machines of one rank, two machines of two ranks, and four ranks of one machine, which
@@ -46,7 +47,7 @@ from distgraph.resources import load_cluster
 from distgraph.runtime.forecast.forecast import forecast
 from distgraph.runtime.launch.launch import current_transport
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 RANKS, ROUNDS, STEPS = 4, 2, 6
 PROFILE_SECONDS = 240.0
 THREADS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")
@@ -185,7 +186,9 @@ def description(setting: Setting) -> str:
 
 def measured(network: Network, case: Case, steps: int) -> list[float]:
     """Seconds of steps of a case, whose program and hosts are those of `forecast_seconds`."""
-    script = "import sys; from benchmarks.mesh2d_networks import rank_main; rank_main(sys.argv[1:])"
+    script = (
+        "import sys; from benchmarks.support.mesh2d.mesh2d_networks import rank_main; rank_main(sys.argv[1:])"
+    )
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "seconds.json"
         _run(network, [sys.executable, "-c", script, json.dumps(asdict(case)), str(steps), str(output)], 600)
