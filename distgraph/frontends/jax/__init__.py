@@ -4,9 +4,9 @@
     engine = dg.Engine(model, nn.CrossEntropy(), optim.AdamW(1e-3))
 
 `jax.make_jaxpr` gives the primitives of the function (`jaxpr_tracing`), which `jaxpr_evaluator` runs on
-traced tensors with one rule for each primitive (`rule_registry`, `lax/`). Calls, loops and branches are
-inlined (`control_flow`). What depends on no input and no parameter is computed by JAX itself and becomes a
-constant (`folded_constant`).
+traced tensors with one rule for each primitive (`rule_registry`, `lax/`). Calls and branches are inlined
+(`control_flow`), short scans unrolled and long ones loops (`jaxpr_loops`). What depends on no input and no
+parameter is computed by JAX itself and becomes a constant (`folded_constant`).
 """
 
 from __future__ import annotations

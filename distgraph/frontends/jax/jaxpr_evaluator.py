@@ -15,7 +15,8 @@ import numpy as np
 
 from distgraph import ops
 from distgraph.errors import GraphError
-from distgraph.frontends.jax.control_flow import CALLS, CONTROL
+from distgraph.frontends.jax import jaxpr_loops as _loops  # noqa: F401 - registers scan and while
+from distgraph.frontends.jax.control_flow import CALLS, CONTROL, Refused
 from distgraph.frontends.jax.folded_constant import Constant, is_key
 from distgraph.frontends.jax.jaxpr_tracing import scope_names, source_line
 from distgraph.frontends.jax.random_keys import RandomKey, random_result
@@ -28,10 +29,6 @@ from distgraph.tracing.tracer import Trace
 
 _LARGEST = 1 << 26
 """Numbers of the largest constant that is computed by JAX."""
-
-
-class Refused:
-    """The result of a primitive that could not be computed; whatever reads it is not computed either."""
 
 
 @dataclass(slots=True)

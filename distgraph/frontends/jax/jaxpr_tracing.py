@@ -14,7 +14,10 @@ from distgraph.errors import GraphError
 from distgraph.frontends.jax.folded_constant import is_key
 from distgraph.ir.dtypes import short, to_numpy
 
-_FAILURES = (TypeError, ValueError, AssertionError, AttributeError, KeyError, IndexError, NotImplementedError)
+_FAILURES = (
+    TypeError, ValueError, AssertionError, AttributeError, KeyError, IndexError, NameError,
+    NotImplementedError,
+)  # fmt: skip
 _PACKAGES = tuple(f"/{name}/" for name in ("jax", "jaxlib", "flax", "equinox", "haiku", "optax"))
 
 

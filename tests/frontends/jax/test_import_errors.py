@@ -63,8 +63,14 @@ def test_a_rule_can_be_registered_once() -> None:
             r"<lambda>\(x f32\[2, 3\]\) cannot be traced by jax.*give inputs that it",
         ),
         (
-            lambda p, x: lax.scan(lambda c, _: (c * 1.1, None), x @ p["w"], None, length=1000)[0],
-            r"scan \(.*: scan has 1000 turns but at most 512",
+            lambda p, x: lax.fori_loop(
+                0, 1000, lambda i, c: c.at[:, jax.numpy.array([i, i + 1]) % 4].set(1.0), x @ p["w"]
+            ),
+            r"scatter \(.*may repeat.*unique_indices=True",
+        ),
+        (
+            lambda p, x: jax.vmap(lambda r: lax.psum(r, ("rows", "columns")), axis_name="rows")(x @ p["w"]),
+            r"cannot be traced by jax.*columns",
         ),
         (
             lambda p, x: p["w"].at[x[:, 0].astype(int)].set(0.0),

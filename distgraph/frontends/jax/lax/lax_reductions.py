@@ -13,12 +13,17 @@ from distgraph.ir.dtypes import short
 def _register(name: str, kind: str) -> None:
     @primitive(name)
     def _reduce(x: Any, *, axes: Any, **params: Any) -> Any:
+        named = [d for d in axes if not hasattr(d, "__index__")]
+        if named:
+            raise GraphError(f"axis {named[0]!r} is of a mesh, but the whole batch is here: leave it out")
         dims = tuple(int(d) for d in axes)
         return ops.reduce(kind, x, dims) if dims else x
 
 
 for _kind in ("sum", "max", "min", "prod"):
     _register(f"reduce_{_kind}", _kind)
+for _kind in ("sum", "max", "min"):
+    _register(f"p{_kind}", _kind)  # over the axis of a vmap, which is a dim here
 _register("reduce_and", "all")
 _register("reduce_or", "any")
 
