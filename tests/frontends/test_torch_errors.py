@@ -38,13 +38,40 @@ def test_all_ops_without_a_rule_are_listed_with_their_lines() -> None:
     assert "register_torch_op" in text
 
 
+class Inverse(torch.nn.Module):  # type: ignore[misc]
+    def forward(self, x: Any) -> Any:
+        return torch.linalg.inv(x)
+
+
+class OfComplex(torch.nn.Module):  # type: ignore[misc]
+    def forward(self, x: Any) -> Any:
+        return torch.view_as_real(torch.exp(torch.view_as_complex(x)))
+
+
+@pytest.mark.parametrize(
+    ("net", "shape", "listed"),
+    [
+        (Inverse, (2, 3, 3), ["aten.linalg_inv_ex.default", "aten._linalg_check_errors.default"]),
+        (OfComplex, (2, 3, 2), ["aten.exp.default of complex numbers"]),
+    ],
+)
+def test_ops_with_effects_and_of_complex_numbers_are_listed(net: Any, shape: Any, listed: list[str]) -> None:
+    with pytest.raises(GraphError, match=f"{net.__name__} uses {len(listed)} op") as caught:
+        frontend.import_module(net().eval(), torch.zeros(shape))
+    for op in listed:
+        assert f"  {op} (test_torch_errors.py:" in str(caught.value)
+
+
 class Branch(torch.nn.Module):  # type: ignore[misc]
     def forward(self, x: Any) -> Any:
         return x if x.sum() > 0 else -x
 
 
 def test_control_flow_on_numbers_is_refused() -> None:
-    with pytest.raises(GraphError, match=r"Branch cannot be exported by torch\.export: .*torch\.where"):
+    with pytest.raises(
+        GraphError,
+        match=r"Branch cannot be exported by torch\.export \(test_torch_errors\.py:\d+\): .*torch\.where",
+    ):
         frontend.import_module(Branch().eval(), torch.zeros(3, 4))
 
 

@@ -67,6 +67,26 @@ def depending_nodes(exported: Exported) -> list[torch.fx.Node]:
     return depending
 
 
+def branch_nodes(module: torch.fx.GraphModule) -> list[torch.fx.Node]:
+    """The calls in the branches of every `torch.cond`, however deep."""
+    nodes: list[torch.fx.Node] = []
+    for node in module.graph.nodes:
+        if node.op == "call_function" and node.target is torch.ops.higher_order.cond:
+            for branch in (module.get_submodule(part.target) for part in node.args[1:3]):
+                nodes += [inner for inner in branch.graph.nodes if inner.op == "call_function"]
+                nodes += branch_nodes(branch)
+    return nodes
+
+
+def unnamed_op(node: torch.fx.Node) -> str:
+    """Name of an op that holds graphs or has effects, such as "higher_order.map"; empty for other calls."""
+    if not isinstance(node.target, torch._ops.HigherOrderOperator):
+        return ""
+    if node.target is torch.ops.higher_order.with_effects:
+        return str(node.args[1])
+    return "" if node.target is torch.ops.higher_order.cond else f"higher_order.{node.target.name()}"
+
+
 def _is_tensors(value: Any) -> bool:
     return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value))
 

@@ -6,6 +6,7 @@ import inspect
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,12 +14,15 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from distgraph.errors import GraphError
+from distgraph.frontends.torch.complex_numbers import has_rule, is_complex
 from distgraph.frontends.torch.exported_graph import (
     Exported,
     Input,
+    branch_nodes,
     depending_nodes,
     op_name,
     source_line,
+    unnamed_op,
     value_text,
 )
 from distgraph.frontends.torch.forward_recording import computes_the_same
@@ -190,12 +194,24 @@ def _decompositions() -> Any:
 
 def _refused(module: torch.nn.Module, error: BaseException) -> GraphError:
     text = str(error).strip().splitlines()
+    where = _line_of_model(error)
     return GraphError(
-        f"{type(module).__name__} cannot be exported by torch.export: "
+        f"{type(module).__name__} cannot be exported by torch.export{f' ({where})' if where else ''}: "
         f"{text[0] if text else type(error).__name__}; write control flow that depends on numbers with "
         "torch.where or torch.cond, give dynamic_shapes, or dynamic_batch=False where the sizes "
         "of the example are the only ones"
     )
+
+
+def _line_of_model(error: BaseException) -> str:
+    """file:line of the innermost frame of the model in which torch has failed; empty where there is none."""
+    where, frame = "", error.__traceback__
+    while frame is not None:
+        path, line = frame.tb_frame.f_code.co_filename, frame.tb_lineno
+        if not path.startswith((torch.__path__[0], str(Path(__file__).parents[2]), "<")):
+            where = f"{Path(path).name}:{line}"
+        frame = frame.tb_next
+    return where
 
 
 def input_names(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
@@ -258,6 +274,8 @@ def _inputs(exported: Any, names: Sequence[str], changed: set[str]) -> Iterator[
             value = exported.state_dict.get(path, exported.constants.get(path))
             fixed = not spec.persistent and path not in changed and value is not None and not value.is_meta
             yield name, Input("constant" if fixed else "tensor", path, value if fixed else None)
+        elif spec.kind is InputKind.TOKEN:  # of an op with effects, which `check_rules` lists
+            yield name, Input("none", name)
         elif spec.kind is InputKind.CONSTANT_TENSOR:
             yield name, Input("constant", path, exported.constants[path])
         else:
@@ -269,12 +287,24 @@ def _inputs(exported: Any, names: Sequence[str], changed: set[str]) -> Iterator[
 # ops without a rule
 
 
+def _without_rule(node: torch.fx.Node) -> str:
+    """Name of the op of a call, if it has no rule."""
+    name = op_name(node) or unnamed_op(node)
+    if not name or name in IGNORED:
+        return ""
+    if is_complex([operand.meta.get("val") for operand in node.all_input_nodes]):
+        return "" if has_rule(name) else f"{name} of complex numbers"
+    return "" if name in RULES else name
+
+
 def check_rules(exported: Exported, model: str) -> None:
     """Raises GraphError that lists all ops without a rule, with the lines of the model that call them."""
     missing: dict[str, list[str]] = {}
-    for node in depending_nodes(exported):
-        name = op_name(node)
-        if name and name not in RULES and name not in IGNORED:
+    graph = exported.module.graph
+    with_graphs = [node for node in graph.nodes if node.op == "call_function" and unnamed_op(node)]
+    for node in [*depending_nodes(exported), *branch_nodes(exported.module), *with_graphs]:
+        name = _without_rule(node)
+        if name:
             where = source_line(node)
             missing.setdefault(name, [])
             if where not in missing[name]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from distgraph.frontends.constant_tensor import ConstantTensor
@@ -10,6 +11,10 @@ from distgraph.frontends.torch.torch_dtypes import as_array, short_dtype
 
 class Constant(ConstantTensor):
     """A tensor of torch in an exported graph, used as a tensor by a trace."""
+
+    def __init__(self, value: Any, recipe: Callable[[], Any] | None = None) -> None:
+        super().__init__(value, recipe)
+        self.mask_kinds: dict[tuple[int, int], str] = {}  # (queries, keys) -> see `aten_attention`
 
     @property
     def dtype(self) -> str:

@@ -61,18 +61,22 @@ def _restored(x: Any, lead: tuple[int, ...]) -> Any:
 
 
 def _mask_kind(mask: Any, queries: int, keys: int) -> str:
-    """What a mask is: "none" (it hides nothing), "causal" or "other"."""
+    """What a mask is: "none" (it hides nothing), "causal" or "other"; found once for all its layers."""
     if mask is None:
         return "none"
     if not isinstance(mask, Constant):
         return "other"
-    value = mask.value
+    if (queries, keys) not in mask.mask_kinds:
+        mask.mask_kinds[queries, keys] = _kind_of_constant(mask.value, queries, keys)
+    return mask.mask_kinds[queries, keys]
+
+
+def _kind_of_constant(value: torch.Tensor, queries: int, keys: int) -> str:
     for d in range(value.ndim - 2):  # dims along which the mask is repeated
         if value.stride(d) == 0 or value.shape[d] == 1:
             value = value.narrow(d, 0, 1)
     visible = value if value.dtype is torch.bool else value == 0
-    hidden = torch.ones_like(visible) if value.dtype is torch.bool else value <= -1e4
-    if not bool((visible | hidden).all()):
+    if value.dtype is not torch.bool and not bool((visible | (value <= -1e4)).all()):
         return "other"
     if bool(visible.all()):
         return "none"

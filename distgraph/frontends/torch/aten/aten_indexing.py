@@ -11,6 +11,7 @@ from distgraph.errors import GraphError
 from distgraph.frontends.torch.folded_constant import Constant
 from distgraph.frontends.torch.rule_registry import aten
 from distgraph.tracing.tensor import emit_one
+from distgraph.tracing.tracer import Trace
 
 
 def _not_negative(ids: Any, length: int) -> Any:
@@ -93,6 +94,16 @@ def _index(x: Any, indices: Any) -> Any:
     return ops.transpose(gathered, order)
 
 
+@aten("unfold.default")
+def _unfold(x: Any, dim: int, size: int, step: int) -> Any:
+    """Windows along a dim, whose elements become the last dim."""
+    axis = dim % x.ndim if x.ndim else 0
+    starts = np.arange(0, x.shape[axis] - size + 1, step)
+    windows = emit_one("take", x, Trace.current().constant(starts[:, None] + np.arange(size)), dim=axis)
+    order = [d for d in range(windows.ndim) if d != axis + 1]
+    return ops.transpose(windows, (*order, axis + 1))
+
+
 @aten("one_hot.default")
 def _one_hot(ids: Any, classes: int = -1) -> Any:
     if classes < 0:
@@ -147,7 +158,11 @@ def _slice_scatter(x: Any, src: Any, dim: int = 0, start: Any = None, end: Any =
     axis = dim % x.ndim
     first, last, _ = slice(start, end).indices(x.shape[axis])
     if step != 1:
-        raise GraphError(f"slice_scatter has step {step} but only 1 has a rule; write it with torch.where")
+        places = np.arange(x.shape[axis])
+        hit = (places >= first) & (places < last) & ((places - first) % step == 0)
+        rows = np.where(hit, (places - first) // step, 0)
+        spread = emit_one("take", ops.cast(src, x.dtype), Trace.current().constant(rows), dim=axis)
+        return ops.where(Trace.current().constant(hit.reshape(-1, *(1,) * (x.ndim - axis - 1))), spread, x)
     front = (slice(None),) * axis
     parts = [ops.getitem(x, (*front, slice(0, first))), src, ops.getitem(x, (*front, slice(last, None)))]
     return ops.concat([ops.cast(part, x.dtype) for part in parts if part.shape[axis]], axis)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from distgraph import ops
@@ -47,3 +48,19 @@ def _bilinear(x: Any, y: Any, weight: Any, bias: Any = None) -> Any:
     lead = _LETTERS[: x.ndim - 1]
     z = ops.einsum(f"{lead}x,zxy,{lead}y->{lead}z", x, weight, y)
     return z if bias is None else z + bias
+
+
+@aten("_cdist_forward.default", "cdist.default", "_euclidean_dist.default")
+def _distances(x: Any, y: Any, p: float = 2.0, compute_mode: Any = None) -> Any:
+    """Distances in the p-norm of all pairs of rows; their gradient at 0 is 0, as in torch."""
+    apart = ops.absolute(ops.expand_dims(x, -2) - ops.expand_dims(y, -3))
+    if p == 1.0:
+        return ops.reduce("sum", apart, -1)
+    if p == math.inf:
+        return ops.reduce("max", apart, -1)
+    if p == 0.0:
+        return ops.reduce("sum", ops.cast(ops.not_equal(apart, 0), x.dtype), -1)
+    total = ops.reduce("sum", ops.square(apart) if p == 2.0 else apart**p, -1)
+    zero = ops.equal(total, 0)
+    total = ops.where(zero, 1, total)
+    return ops.where(zero, 0, ops.sqrt(total) if p == 2.0 else total ** (1 / p))

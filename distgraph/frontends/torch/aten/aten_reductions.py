@@ -105,6 +105,13 @@ def _cumprod(x: Any, dim: int, dtype: Any = None) -> Any:
     return ops.cumprod(x if dtype is None else ops.cast(x, short_dtype(dtype)), dim)
 
 
+@aten("logcumsumexp.default")
+def _logcumsumexp(x: Any, dim: int) -> Any:
+    """Relative to the largest element of the line, as far as exp does not underflow."""
+    top = ops.stop_gradient(ops.reduce("max", x, dim % x.ndim, keepdims=True))
+    return ops.log(ops.cumsum(ops.exp(x - top), dim)) + top
+
+
 aten("argmax.default")(ops.argmax)
 aten("argmin.default")(ops.argmin)
 
@@ -134,6 +141,33 @@ def _topk(x: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = Tr
 def _sort(x: Any, dim: int = -1, descending: bool = False, stable: Any = None) -> Any:
     order = ops.argsort(-x if descending else x, dim)
     return ops.take_along(x, order, dim), order
+
+
+@aten("kthvalue.default")
+def _kthvalue(x: Any, k: int, dim: int = -1, keepdim: bool = False) -> Any:
+    """The k-th smallest element of each line, and its position."""
+    axis = dim % x.ndim
+    order = ops.argsort(x, axis)
+    place = ops.getitem(order, (*(slice(None),) * axis, slice(k - 1, k)))
+    value = ops.take_along(x, place, axis)
+    return (value, place) if keepdim else (ops.squeeze(value, axis), ops.squeeze(place, axis))
+
+
+@aten("median.dim")
+def _median(x: Any, dim: int = -1, keepdim: bool = False) -> Any:
+    return _kthvalue(x, (x.shape[dim] + 1) // 2, dim, keepdim)
+
+
+@aten("median.default")
+def _median_of_all(x: Any) -> Any:
+    return _kthvalue(ops.reshape(x, (-1,)), (x.size + 1) // 2)[0]
+
+
+@aten("bucketize.Tensor")
+def _bucketize(x: Any, boundaries: Any, out_int32: bool = False, right: bool = False) -> Any:
+    """The number of boundaries below each element; `right` counts equal ones too."""
+    passed = (ops.greater_equal if right else ops.greater)(ops.expand_dims(x, -1), boundaries)
+    return ops.reduce("sum", ops.cast(passed, "i32" if out_int32 else "i64"), -1)
 
 
 @aten("argsort.default", "argsort.stable")
