@@ -8,9 +8,10 @@ the mesh): weak scaling with half as many sequences as chips, strong scaling wit
 the mesh, with the dataflows and slices, that the tuner finds best for it.
 
 Two figures for each: `model`, the least seconds of the tuner's closed form (MeshSlice, section 3.2.2), and
-`simulated`, the forecast of the compiled program under the simulated clock, for the algorithms that distgraph
-compiles. A program has the fewest slices within 2 % of the least seconds, as in mode mesh2d; `program_model`
-is the closed form of these. With --quick weak scaling alone.
+`simulated`, the forecast of the compiled program under the simulated clock. Tensor parallelism and FSDP are
+programs of all layers in their best layout (`mesh2d/one_axis_programs.py`). A program by MeshSlice has the
+fewest slices within 2 % of the least seconds, as in mode mesh2d; `program_model` is the closed form of these.
+With --quick weak scaling alone.
 
 The steps of real ranks (`measured`) come from `benchmarks.support.mesh2d.mesh2d_networks`: from the files of
 former runs that --measured names, or else from a run of all networks, for half an hour. There are none
@@ -21,15 +22,17 @@ Keys of the result: see `benchmarks/HISTORY.md` for what they were. Gains are in
     meshslice_over_wang_256       by the model; `meshslice_over_wang_256_simulated` of the programs
     end_to_end_256                seconds of a training step of a whole block, and gains, see `end_to_end`
     mean16_over_collective/_wang  mean over the 16 sizes of products of both models on 256 chips, by the model
-    efficiency_loss               points of utilisation, 16 to 256 chips
-    dataflow_gain                 against OS for all layers; `dataflow_gain_over`: OS, LS, RS (weights stay)
-    over_collective_4x4           on 4 x 4 chips, by the model
+    efficiency_loss               points of utilisation, 16 to 256 chips; `_simulated` of the programs
+    dataflow_gain                 against OS for all layers; `_simulated`; `_over`: OS, LS, RS (weights stay)
+    over_collective_4x4           on 4 x 4 chips, by the model; `_simulated` of the programs
+    one_axis_over_meshslice       by how much MeshSlice is faster than FSDP and tensor parallelism, programs
     mesh_shapes_256               seconds by the model on every shape of the mesh, over the least
     slices_32x8                   seconds by model and program for numbers of slices, GPT-3 on 32 x 8 chips
     order_holds                   MeshSlice < Wang < Collective in all cases; `order_holds_simulated`
     tuner_seconds                 of the processor, four layers on 256 chips
     assumptions                   the figures of the paper under others (`mesh2d_assumptions.py`)
     explained                     share (percent) of each difference above 5 points that one explains
+    combinations                  the figures under all (`mesh2d_combinations.py`), not with --quick
     rows                          all cases, communication by cause: launch, sync and transfer
     measured                      of `benchmarks.support.mesh2d.mesh2d_networks`
 
@@ -49,13 +52,14 @@ from typing import Any
 
 from benchmarks.support.machines import missing
 from benchmarks.support.mesh2d import mesh2d_assumptions as assumptions
-from benchmarks.support.mesh2d import mesh2d_networks
+from benchmarks.support.mesh2d import mesh2d_combinations, mesh2d_networks
 from benchmarks.support.mesh2d.mesh2d_assumptions import BLOCK, WIDTHS, layers_of, mean_gain
 from benchmarks.support.mesh2d.mesh2d_programs import block_seconds, simulated
+from benchmarks.support.mesh2d.one_axis_programs import one_axis
 from benchmarks.support.mesh2d.torus_prices import TPU_V4
 from distgraph.errors import DistGraphError
 from distgraph.passes.matmul_algorithms.layer_products import DATAFLOWS, Mesh, divisors, legal_slices
-from distgraph.passes.matmul_algorithms.product_seconds import ALGORITHMS, product_seconds
+from distgraph.passes.matmul_algorithms.product_seconds import ALGORITHMS, ONE_AXIS, product_seconds
 from distgraph.passes.matmul_algorithms.tuner import LayerTuning, ProductTuning, Tuning, tune
 
 CHIPS = (16, 64, 256)
@@ -102,19 +106,24 @@ def case(model: str, chips: int, sequences: int, scaling: str) -> list[dict[str,
             continue
         program = best(model, chips, sequences, algorithm, tuning.mesh, tolerance=TOLERANCE)
         assert program is not None
-        clock = total(simulated(each, program.mesh, algorithm) for each in program.layers)
+        timed, first = total(simulated(each, program.mesh, algorithm) for each in program.layers), None
+        if algorithm in ONE_AXIS:
+            fastest = one_axis(algorithm, tuple(layers_of(WIDTHS[model], sequences)), chips)
+            timed, first = fastest.seconds, fastest.first
         parts = [each.seconds.communication for layer in tuning.layers for each in layer.products]
         compute = tuning.seconds * tuning.compute_share
         row = {
             "model_name": model, "chips": chips, "scaling": scaling, "algorithm": algorithm,
             "mesh": list(tuning.mesh), "model": tuning.seconds, "program_model": program.seconds,
-            "simulated": clock, "compute": compute, "utilisation": tuning.compute_share,
+            "simulated": timed, "compute": compute, "utilisation": tuning.compute_share,
+            "simulated_utilisation": None if timed is None else compute / timed,
             "slices": [[product.slices for product in each.products] for each in tuning.layers],
+            "first_layer": first,
             "communication": {cause: sum(getattr(part, cause) for part in parts)
                               for cause in ("launch", "sync", "transfer")},
         }  # fmt: skip
         rows.append(row)
-        shown = "-" if clock is None else f"{clock * 1e3:9.2f}"
+        shown = "-" if timed is None else f"{timed * 1e3:9.2f}"
         causes = " ".join(f"{share / compute:7.3f}" for share in row["communication"].values())
         print(
             f"{model:9s} {scaling:6s} {chips:4d} {algorithm:16s} {tuning.mesh[0]:3d}x{tuning.mesh[1]:<3d} "
@@ -122,6 +131,23 @@ def case(model: str, chips: int, sequences: int, scaling: str) -> list[dict[str,
             flush=True,
         )
     return rows
+
+
+def clock(
+    model: str, chips: int, sequences: int, algorithm: str = "meshslice", mesh: Mesh | None = None,
+    forward: str | None = None,
+) -> float | None:  # fmt: skip
+    """Seconds of the programs of the layers on the mesh of `best`; None where one has no program."""
+    fastest = best(model, chips, sequences, algorithm, mesh, forward)
+    assert fastest is not None
+    tuning = best(model, chips, sequences, algorithm, fastest.mesh, forward, TOLERANCE)
+    assert tuning is not None
+    return total(simulated(each, tuning.mesh, algorithm) for each in tuning.layers)
+
+
+def gain_in_percent(slow: float | None, fast: float | None) -> float | None:
+    """By how much the second is faster; None where one is missing."""
+    return None if slow is None or fast is None else 100 * (slow / fast - 1)
 
 
 def mean_over(other: str) -> float:
@@ -190,8 +216,10 @@ def slices_32x8() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for count in counts:
         layers = [cut(layer, count) for layer in tuning.layers]
-        clock = total(simulated(layer, mesh, "meshslice") for layer in layers)
-        found[str(count)] = {"model": sum(layer.seconds for layer in layers), "simulated": clock}
+        found[str(count)] = {
+            "model": sum(layer.seconds for layer in layers),
+            "simulated": total(simulated(layer, mesh, "meshslice") for layer in layers),
+        }
     for key in ("model", "simulated"):
         found[f"best_by_{key}"] = min(map(str, counts), key=lambda count: found[count][key])
     print(f"slices on 32 x 8 chips: {found}", flush=True)
@@ -248,11 +276,35 @@ def run(quick: bool, measured: list[dict[str, Any]]) -> dict[str, Any]:
             m: 100 * (of(m, 16, "meshslice")["utilisation"] - of(m, 256, "meshslice")["utilisation"])
             for m in WIDTHS
         },
+        "efficiency_loss_simulated": {
+            m: 100
+            * (
+                of(m, 16, "meshslice")["simulated_utilisation"]
+                - of(m, 256, "meshslice")["simulated_utilisation"]
+            )
+            for m in WIDTHS
+        },
         "dataflow_gain": {model: gains["OS"] for model, gains in flows.items()},
         "dataflow_gain_over": flows,
         "over_collective_4x4": {
             m: 100 * (seconds(m, 16, 8, "collective", (4, 4)) / seconds(m, 16, 8, mesh=(4, 4)) - 1)
             for m in WIDTHS
+        },
+        "dataflow_gain_simulated": {
+            model: gain_in_percent(clock(*given, forward="OS"), clock(*given))
+            for model, given in weak.items()
+        },
+        "over_collective_4x4_simulated": {
+            m: gain_in_percent(clock(m, 16, 8, "collective", (4, 4)), clock(m, 16, 8, mesh=(4, 4)))
+            for m in WIDTHS
+        },
+        "one_axis_over_meshslice": {
+            f"{row['model_name']} {row['chips']} {row['scaling']} {row['algorithm']}": gain_in_percent(
+                row["simulated"],
+                of(row["model_name"], row["chips"], "meshslice", row["scaling"])["simulated"],
+            )
+            for row in rows
+            if row["algorithm"] in ONE_AXIS
         },
         "mesh_shapes_256": {
             model: {
@@ -274,6 +326,7 @@ def run(quick: bool, measured: list[dict[str, Any]]) -> dict[str, Any]:
         "measured": measured,
         "assumptions": {"paper": assumptions.PAPER, **under},
         "explained": assumptions.explained(under),
+        "combinations": None if quick else mesh2d_combinations.run(),
         "rows": rows,
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -19,6 +20,7 @@ from benchmarks.support.mesh2d.mesh2d_assumptions import (
     run,
     table,
 )
+from benchmarks.support.mesh2d.mesh2d_combinations import OPEN, combinations
 from benchmarks.support.mesh2d.torus_prices import TPU_V4
 from distgraph.passes.matmul_algorithms.layer_products import dataflow, products
 from distgraph.passes.matmul_algorithms.tuner import tune
@@ -50,6 +52,44 @@ def test_a_message_that_is_not_hidden_adds_to_the_product() -> None:
         best(replace(assumed, hidden=share), "meshslice", 12288, 128, 256).seconds for share in (0.5, 1.0)
     )
     assert slow > fast
+
+
+def test_rivals_that_keep_what_they_gathered_send_less_backward() -> None:
+    kept = Assumptions(kept=("collective", "wang"))
+    for algorithm, faster in (("meshslice", False), ("collective", True), ("wang", True)):
+        before, after = (best(each, algorithm, 12288, 128, 256, (32, 8)) for each in (Assumptions(), kept))
+        for (product, slow), (_, fast) in zip(before.products, after.products, strict=True):
+            assert fast == slow if product.role == "forward" or not faster else fast <= slow
+        assert (after.seconds < before.seconds) == faster
+    (forward, _), (data, seconds), (weight, _) = best(kept, "collective", 12288, 128, 256, (32, 8)).products[
+        :3
+    ]
+    assert (str(forward), str(data), str(weight)) == ("Y = OS(X, W)", "dX = LS(dY, W)", "dW = RS(X, dY)")
+    scatter = data.flows[1]
+    assert seconds == kept.message("reduce_scatter", scatter, (32, 8)) + kept.compute(data, (32, 8))
+
+
+def test_messages_under_a_product_take_their_share_of_the_memory() -> None:
+    slow = Assumptions(memory=4e11)
+    shared = replace(slow, shared_memory=True)
+    alone, together = (best(each, "meshslice", 12288, 128, 256).seconds for each in (slow, shared))
+    assert together > alone
+
+
+def test_each_of_the_products_on_its_own_mesh_changes_the_means_alone() -> None:
+    names = ["none: prices of the paper", "each of the 16 products on its own mesh"]
+    common, own = (run(names)[name] for name in names)
+    assert [key for key in common if common[key] != own[key]] == [
+        "mean16_over_collective",
+        "mean16_over_wang",
+    ]
+
+
+def test_combinations_answer_every_open_question_in_every_way() -> None:
+    every = list(combinations())
+    assert every[0] == ("none", Assumptions())
+    assert len(every) == 4 * 4 * 2 * 2 * 3 * 2 == math.prod(map(len, OPEN))
+    assert len(dict(every)) == len({assumed for _, assumed in every}) == len(every)
 
 
 def test_the_products_of_a_block_have_eight_sizes() -> None:

@@ -69,7 +69,8 @@ class Assumptions:
 
     Attributes:
         bandwidth, send_bandwidth: factors of the bandwidths of collectives and of sends.
-        columns, exchanged: prices of the columns for both axes; those of both axes exchanged.
+        columns, rows, exchanged: prices of the columns, or of the rows, for both axes; those of both axes
+            exchanged.
         launches: whether operations take time to start, and steps to synchronise.
         send_launch: seconds to start a send and synchronise.
         flops: of a chip, per second.
@@ -77,14 +78,18 @@ class Assumptions:
         hidden: share of a message that a product hides, and of a product that a message hides.
         memory: bytes/s of the memory of a chip, from which each partial product reads its operands and the
             result so far, and to which it writes the result; None if this is free.
+        shared_memory: whether messages under a product read and write this memory too.
+        kept: algorithms that keep what they gather whole for the backward products.
         ring: Wang's ring along the "faster" axis, along "rows" or "cols", or where "more" bytes are sent.
         shared_mesh: whether all algorithms run on the best mesh of MeshSlice.
+        own_mesh: whether each of the 16 products runs on its own best mesh.
         forward: dataflow of all layers; None for the largest matrix of each.
     """
 
     bandwidth: float = 1.0
     send_bandwidth: float = 1.0
     columns: bool = False
+    rows: bool = False
     exchanged: bool = False
     launches: bool = True
     send_launch: float = TPU_V4.launch["send_receive"] + TPU_V4.step
@@ -92,13 +97,17 @@ class Assumptions:
     one_link: bool = False
     hidden: float = 1.0
     memory: float | None = None
+    shared_memory: bool = False
+    kept: tuple[str, ...] = ()
     ring: str = "faster"
     shared_mesh: bool = False
+    own_mesh: bool = False
     forward: str | None = None
 
     def message(self, kind: str, flow: Flow, mesh: Mesh, parts: int = 1) -> float:
         """Seconds of one slice of a matrix along its axis; of one step, for a send."""
-        axis = 1 if self.columns else 1 - flow.axis if self.exchanged else flow.axis
+        axis = 1 - flow.axis if self.exchanged else flow.axis
+        axis = 1 if self.columns else 0 if self.rows else axis
         sends, chips = kind == "send_receive", mesh[flow.axis]
         steps = 1 if sends else chips - 1
         bandwidth = TPU_V4.bandwidth[kind][axis] * (self.send_bandwidth if sends else self.bandwidth)
@@ -109,23 +118,42 @@ class Assumptions:
         """Seconds of a message and a product that start at the same time."""
         return max(message, product) + (1 - self.hidden) * min(message, product)
 
-    def compute(self, product: Product, mesh: Mesh, parts: int = 1) -> float:
-        """Seconds of one of the partial products, which all algorithms cut along the same index."""
+    def whole(self, algorithm: str, product: Product, flow: Flow, mesh: Mesh) -> float:
+        """Seconds of a whole matrix along its axis, which may have been gathered for an earlier product."""
+        known = ("X", "W") if product.role == "input_gradient" else ("X", "W", "dY")
+        gathered = flow.kind == "all_gather" and flow.matrix.removesuffix("^T") in known
+        free = algorithm in self.kept and product.role != "forward" and gathered
+        return 0.0 if free else self.message(flow.kind, flow, mesh)
+
+    def compute(self, product: Product, mesh: Mesh, parts: int = 1, moving: Sequence[Flow] = ()) -> float:
+        """Seconds of one of the partial products, which all algorithms cut along the same index.
+
+        `moving` are the matrices of which a part moves meanwhile.
+        """
         seconds = product.flops(math.prod(mesh)) / self.flops / parts
         if self.memory is None or parts == 1:
             return seconds
         cuts = {product.sliced: parts} | dict(zip(product.split, mesh, strict=True))
         m, k, n = (getattr(product, name) / cuts[name] for name in "mkn")
         moved = m * k + k * n + m * n * (2 if product.sliced == "k" else 1)
+        if self.shared_memory:  # a rank reads what it sends and writes what it receives
+            steps = ((mesh[flow.axis] - 1) * flow.elements / math.prod(mesh) / parts for flow in moving)
+            moved += 2 * sum(steps)
         return max(seconds, moved * BYTES / self.memory)
 
+    def collective(self, product: Product, mesh: Mesh) -> float:
+        """Collective: no message is hidden."""
+        rows, cols = (self.whole("collective", product, flow, mesh) for flow in product.flows)
+        gathers = product.dataflow == "OS" and not self.one_link
+        return (max(rows, cols) if gathers else rows + cols) + self.compute(product, mesh)
+
     def meshslice(self, product: Product, mesh: Mesh, slices: int) -> float:
-        """MeshSlice, and Collective with one slice."""
+        """MeshSlice in a number of slices."""
         rows, cols = (self.message(flow.kind, flow, mesh, slices) for flow in product.flows)
         gathers = product.dataflow == "OS" and not self.one_link
         ends = max(rows, cols) if gathers else rows + cols
         each = rows + cols if self.one_link else max(rows, cols)
-        part = self.compute(product, mesh, slices)
+        part = self.compute(product, mesh, slices, product.flows)
         return ends + (slices - 1) * self.together(each, part) + part
 
     def wang(self, product: Product, mesh: Mesh) -> float:
@@ -133,9 +161,11 @@ class Assumptions:
         options = []
         for ring, whole in (product.flows, product.flows[::-1]):
             chips = mesh[ring.axis]
-            part = self.compute(product, mesh, chips)
+            part = self.compute(product, mesh, chips, [ring])
             shift = self.message("send_receive", ring, mesh)
-            seconds = self.message(whole.kind, whole, mesh) + (chips - 1) * self.together(shift, part) + part
+            seconds = (
+                self.whole("wang", product, whole, mesh) + (chips - 1) * self.together(shift, part) + part
+            )
             options.append((seconds, (chips - 1) * ring.elements, ring.axis))
         axis = {"rows": 0, "cols": 1, "more": max(options, key=lambda each: each[1])[2]}.get(self.ring)
         return min(seconds for seconds, _, ring_axis in options if axis in (None, ring_axis))
@@ -144,8 +174,9 @@ class Assumptions:
         """Least seconds of a product on a mesh."""
         if algorithm == "wang":
             return self.wang(product, mesh)
-        slices = legal_slices(product, mesh, BLOCK) if algorithm == "meshslice" else (1,)
-        return min(self.meshslice(product, mesh, count) for count in slices)
+        if algorithm == "collective":
+            return self.collective(product, mesh)
+        return min(self.meshslice(product, mesh, count) for count in legal_slices(product, mesh, BLOCK))
 
 
 @dataclass(frozen=True)
@@ -166,17 +197,41 @@ def best(
     assumed: Assumptions, algorithm: str, width: int, sequences: int, chips: int, mesh: Mesh | None = None
 ) -> Best:
     """An algorithm on the mesh that is fastest for the layers, forward and backward, or on a given one."""
-    layers = layers_of(width, sequences)
-    flows = [assumed.forward or dataflow(layer) for layer in layers]
-    forms = transposed_forms(flows)
-    three = [products(layer, *form) for layer, *form in zip(layers, flows, forms, strict=True)]
+    three = _products(width, sequences, assumed.forward)
     found = []
-    for shape in [(rows, chips // rows) for rows in divisors(chips)[1:-1]] if mesh is None else [mesh]:
+    for shape in _meshes(chips) if mesh is None else [mesh]:
         block = BLOCK if algorithm == "meshslice" else 1
-        if not any(illegal_sizes(product, shape, block) for group in three for product in group):
-            timed = [(each, assumed.seconds(algorithm, each, shape)) for group in three for each in group]
+        if not any(illegal_sizes(product, shape, block) for product in three):
+            timed = [(each, assumed.seconds(algorithm, each, shape)) for each in three]
             found.append(Best(shape, tuple(timed)))
     return min(found, key=lambda each: each.seconds)
+
+
+def _meshes(chips: int) -> list[Mesh]:
+    return [(rows, chips // rows) for rows in divisors(chips)[1:-1]]
+
+
+@cache
+def _products(width: int, sequences: int, forward: str | None) -> tuple[Product, ...]:
+    """The products of a block in order."""
+    layers = layers_of(width, sequences)
+    flows = [forward or dataflow(layer) for layer in layers]
+    forms = transposed_forms(flows)
+    three = (products(layer, *form) for layer, *form in zip(layers, flows, forms, strict=True))
+    return tuple(product for group in three for product in group)
+
+
+def _gains(assumed: Assumptions, rival: str, ours: Best, theirs: Best) -> list[tuple[Product, float]]:
+    """Gain of MeshSlice over a rival in every product, on the meshes of the block or its own."""
+    pairs = zip(ours.products, theirs.products, strict=True)
+    if not assumed.own_mesh:
+        return [(product, slow / fast - 1) for (product, fast), (_, slow) in pairs]
+
+    def least(algorithm: str, product: Product) -> float:
+        legal = (mesh for mesh in _meshes(math.prod(ours.mesh)) if not illegal_sizes(product, mesh, BLOCK))
+        return min(assumed.seconds(algorithm, product, mesh) for mesh in legal)
+
+    return [(each, least(rival, each) / least("meshslice", each) - 1) for each, _ in ours.products]
 
 
 def figures(assumed: Assumptions) -> dict[str, Any]:
@@ -190,8 +245,7 @@ def figures(assumed: Assumptions) -> dict[str, Any]:
         found["mesh"][model] = "{}x{}".format(*ours.mesh)
         for rival, over in gains.items():
             theirs = best(assumed, rival, width, 128, 256, shape)
-            pairs = zip(ours.products, theirs.products, strict=True)
-            over.append(mean_gain([(mine, slow / fast - 1) for (mine, fast), (_, slow) in pairs]))
+            over.append(mean_gain(_gains(assumed, rival, ours, theirs)))
             if rival == "wang":
                 found["over_wang"][model] = 100 * (theirs.seconds / ours.seconds - 1)
         small = best(assumed, "meshslice", width, 8, 16)
@@ -222,11 +276,16 @@ ASSUMPTIONS: dict[str, Assumptions] = {
     "both directions share a link": Assumptions(one_link=True),
     "half of a message is hidden": Assumptions(hidden=0.5),
     "no message is hidden": Assumptions(hidden=0.0),
+    "prices of rows for both axes": Assumptions(rows=True),
     "partial products read and write at 1.2 TB/s": Assumptions(memory=1.2e12),
+    "they and messages share 1.2 TB/s": Assumptions(memory=1.2e12, shared_memory=True),
+    "Collective keeps what it gathered": Assumptions(kept=("collective",)),
+    "so does Wang": Assumptions(kept=("collective", "wang")),
     "Wang's ring along rows": Assumptions(ring="rows"),
     "Wang's ring along columns": Assumptions(ring="cols"),
     "Wang's ring where more bytes are sent": Assumptions(ring="more"),
     "rivals on the mesh of MeshSlice": Assumptions(shared_mesh=True),
+    "each of the 16 products on its own mesh": Assumptions(own_mesh=True),
 }
 
 
@@ -247,20 +306,21 @@ def table(found: dict[str, dict[str, Any]]) -> str:
     )
 
 
+def flat(row: dict[str, Any]) -> dict[str, float]:
+    """The figures of the paper in a row, each model's by itself."""
+    pairs = {
+        name: value if isinstance(value, dict) else {"": value}
+        for name, value in row.items()
+        if name in PAPER
+    }
+    return {f"{name} {model}".strip(): v for name, value in pairs.items() for model, v in value.items()}
+
+
 def explained(found: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Share in percent of each difference of more than 5 points from the paper that an assumption explains.
 
     100 is all of it; more is too much, and below 0 the difference grows.
     """
-
-    def flat(row: dict[str, Any]) -> dict[str, float]:
-        pairs = {
-            name: value if isinstance(value, dict) else {"": value}
-            for name, value in row.items()
-            if name in PAPER
-        }
-        return {f"{name} {model}".strip(): v for name, value in pairs.items() for model, v in value.items()}
-
     paper, ours = flat(PAPER), flat(figures(Assumptions()))
     far = [name for name in paper if abs(paper[name] - ours[name]) > 5]
     return {

@@ -32,8 +32,10 @@ FILE = Path(__file__).parents[3] / "resources/files/tpu_v4_16x16.yaml"
 
 @cache
 def torus(rows: int, cols: int) -> Cluster:
-    """The shipped cluster with a torus of another shape."""
+    """The shipped cluster with a torus of another shape; a ring has the four chips of a machine in line."""
     text = FILE.read_text().replace("shape: [16, 16]", f"shape: [{rows}, {cols}]")
+    if 1 in (rows, cols):
+        text = text.replace("block: [2, 2]", f"block: [{min(rows, 4)}, {min(cols, 4)}]")
     text = text.replace("count: 64", f"count: {rows * cols // 4}")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "torus.yaml"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -13,13 +13,14 @@ import distgraph as dg
 from distgraph import ops
 from distgraph.engine.commands.check import check as compare
 from distgraph.errors import ShardingError
-from distgraph.ir.graph import SOURCES
+from distgraph.ir.graph import SOURCES, Graph
 from distgraph.ir.matmul_algorithm import MatmulAlgorithm
-from distgraph.ir.op_registry import REGISTRY
 from distgraph.ir.parser import parse_graph as parse
 from distgraph.ir.reference_interpreter import interpret
+from distgraph.ops.blocks import slices as slices_of_blocks
 from distgraph.passes.complete import complete
-from distgraph.passes.matmul_algorithms.distribute_matmuls import distribute_matmuls
+from distgraph.passes.matmul_algorithms.distribute_matmuls import algorithm_of, distribute_matmuls
+from distgraph.passes.matmul_algorithms.product import product_of
 from distgraph.passes.pass_pipeline import run_passes
 from distgraph.runtime.program.build import build
 
@@ -92,20 +93,58 @@ def test_check_compares_every_slice_and_partial_product(flow: str) -> None:
     assert report.compared > sum(op.kind not in SOURCES for op in report.graph.ops)
 
 
-@pytest.mark.parametrize("mesh", [(2, 4), (4, 2), (2, 8)])
-def test_contiguous_slices_are_wrong(mesh: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("mesh", "flow", "right"),
+    [
+        *(((2, 4), flow, False) for flow in FLOWS),
+        *(((2, 2), flow, True) for flow in FLOWS),
+        ((4, 2), "OS", False),
+        ((2, 8), "OS", False),
+    ],
+)
+def test_contiguous_slices_are_right_on_a_square_mesh_alone(
+    mesh: tuple[int, int], flow: str, right: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The mutant that cuts slice s out of a shard in one piece multiplies columns with rows of others."""
+    strided = slices_of_blocks._seen
+    monkeypatch.setattr(
+        slices_of_blocks, "_seen", lambda x, dim, slices, _: strided(x, dim, slices, x.shape[dim] // slices)
+    )
+    with nullcontext() if right else pytest.raises(AssertionError):
+        check(product(*mesh, flow, "meshslice", 2))
 
-    def contiguous(xp, x, *, dim, index, slices, block, out=None):  # type: ignore[no-untyped-def]
-        part = np.split(x, slices, dim)[index]
-        if out is None:
-            return np.ascontiguousarray(part)
-        out[...] = part
-        return out
 
-    monkeypatch.setitem(REGISTRY, "block_slice", replace(REGISTRY["block_slice"], kernel=contiguous))
-    with pytest.raises(AssertionError):
-        check(product(*mesh, "OS", "meshslice", 2))
+@pytest.mark.parametrize(
+    ("flow", "backward"), [("OS", ("LS", "RS")), ("LS", ("OS", "RS")), ("RS", ("LS", "OS"))]
+)
+def test_products_of_gradients_keep_the_matrix_in_place(flow: str, backward: tuple[str, str]) -> None:
+    """Dataflows of dX and dW, whose operands the op may exchange; nothing is transposed or moved."""
+    graph = product(2, 4, flow, "meshslice", 2).completed()
+    found = {}
+    for op in graph.ops:
+        if (algorithm := algorithm_of(graph, op)) is not None:
+            role = op.role if op.role == "forward" else f"d{_matrix(graph, op.name)}"
+            found[role] = product_of(graph, op, algorithm)
+    exchanged = {"OS": "OS", "LS": "RS", "RS": "LS"}
+    assert {role: each.flow.name for role, each in found.items()} == {"forward": flow} | {
+        role: name if found[role].flow.name == name else exchanged[name]
+        for role, name in zip(("dx", "dw"), backward, strict=True)
+    }
+    kinds = {op.kind for op in graph.ops if op.kind not in SOURCES}
+    assert "transpose" not in kinds
+    changed = [op for op in graph.ops if op.kind == "reshard"]
+    assert all(graph.attrs[op.name].spec == graph.attrs[op.operands[0].name].spec for op in changed)
+    stays = {"OS": "y", "LS": "x", "RS": "w"}[flow]
+    for each in found.values():
+        names = [_matrix(graph, value.name) for value in (*each.whole.operands, each.whole.result)]
+        in_place = {"OS": 2, "LS": 0, "RS": 1}[each.flow.name]
+        assert names[in_place] == stays, (each.flow.name, names)
+
+
+def _matrix(graph: Graph, name: str) -> str:
+    """x, w or y: which matrix a value is, or is the gradient of."""
+    shape, case = graph.values[name].shape, product(2, 4, "OS", "meshslice", 2)
+    return {(case.m, case.k): "x", (case.k, case.n): "w", (case.m, case.n): "y"}[shape]
 
 
 @pytest.mark.parametrize(
