@@ -5,11 +5,14 @@ mpiexec -n 4 python -m pytest -m mpi tests/mpi/test_matrix_products_mpi.py     #
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from support.programs.matrix_products import FLOWS, Product, product
 from support.programs.partitioned import joined, run_rank
 
+from distgraph.ir.matmul_algorithm import MatmulAlgorithm
 from distgraph.passes.matmul_algorithms import MATMUL_ALGORITHMS
 from distgraph.runtime.launch.launch import current_transport
 from distgraph.runtime.launch.mpi_rank import ranks_of_job
@@ -46,3 +49,5 @@ def test_products_and_gradients_are_those_of_numpy(name: str, mesh: tuple[int, i
         pytest.skip("needs a square mesh")
     for slices, block in SLICED if name == "meshslice" else ((1, 1),):
         check(product(*mesh, flow, name, slices, block))
+    for ring in ("rows", "cols") if name == "wang" and min(mesh) > 1 else ():
+        check(replace(product(*mesh, flow, name), algorithm=MatmulAlgorithm(name, ring=ring)))
