@@ -167,3 +167,18 @@ def test_a_mask_for_every_sample_is_computed_once() -> None:
     (attention,) = (op for op in graph.ops if op.kind == "attention")
     assert attention.attrs["causal"]
     assert not [op for op in graph.ops if op.kind in ("greater_equal", "bitwise_and", "where")]
+
+
+class Places(nn.Module):  # type: ignore[misc]
+    """Positions of every sample, which are viewed as one line, as pairs and as complex numbers."""
+
+    def forward(self, x: Any) -> Any:
+        places = torch.arange(x.shape[1], dtype=x.dtype).expand(x.shape[0], -1) * 2 + 1
+        turned = torch.view_as_complex(places.view(x.shape[0], -1, 2)) * torch.view_as_complex(
+            x.view(-1, 2, 2)
+        )
+        return x.view(-1) + places.view(-1), torch.view_as_real(turned)
+
+
+def test_constants_of_every_sample_are_viewed_in_other_shapes() -> None:
+    compare(Places(), (torch.zeros(4, 4, dtype=DOUBLE),), tolerance=1e-12)

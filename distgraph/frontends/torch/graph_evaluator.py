@@ -29,6 +29,10 @@ from distgraph.tracing.tracer import Trace
 _LARGEST = 1 << 30
 """Bytes of the largest constant that is computed by torch: a causal mask of 32,768 positions."""
 
+_VIEWS = {"aten.view.default", "aten._unsafe_view.default"}
+_STRIDED = {"aten.as_strided.default", "aten.view.dtype", "aten.view_as_complex.default"}
+"""Ops whose result depends on how the operand is stored."""
+
 
 def evaluate(
     exported: Exported,
@@ -149,7 +153,11 @@ def _folded(node: torch.fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any])
     plain = pytree.tree_map(lambda x: x.value if isinstance(x, Constant) else x, (args, kwargs))
     options = {key: value for key, value in plain[1].items() if key not in ("device", "pin_memory", "layout")}
     values, shape = plain[0], None
-    if torch.Tag.pointwise in target.tags:
+    if op_name(node) in _VIEWS:
+        target = torch.ops.aten.reshape.default  # which copies where repeated numbers cannot be viewed
+    elif op_name(node) in _STRIDED:
+        values = pytree.tree_map_only(torch.Tensor, lambda x: x.contiguous(), values)
+    elif torch.Tag.pointwise in target.tags:
         tensors = [x for x in pytree.tree_leaves(values) if isinstance(x, torch.Tensor)]
         shape = torch.broadcast_shapes(*(x.shape for x in tensors))
         values = pytree.tree_map_only(torch.Tensor, _once, values)
