@@ -37,19 +37,19 @@ def choose_completion(
     search: bool = True,
     budget: float = BUDGET,
 ) -> Graph:
-    """Complete under every policy if annotations compete for an axis, and return the cheapest completion.
+    """Complete under several policies if annotations compete for an axis; return the cheapest completion.
 
     Args:
         graph: annotated graph.
         default: mesh of a graph without annotations.
         price: cost of one collective, for the search.
-        search: also refine each completion (`refine`); otherwise they are compared by the bytes that a rank
-            sends.
+        search: also refine each completion (`refine`), which decides between equal claims itself; otherwise
+            completions are compared by the bytes that a rank sends, also of that under the policy "last".
         budget: work of all searches together (see `refine`); each gets an equal share of the remaining work.
     """
     first = complete(graph, default)
     compete = any(lost.reason == "taken" for lost in first.lost)
-    policies = POLICIES[1:] if compete else ()
+    policies = POLICIES[1 : -1 if search else None] if compete else ()
     if not (policies or search):
         return first
     best = _measured(first, price, search, budget / (1 + len(policies)))

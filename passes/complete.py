@@ -49,8 +49,8 @@ def complete(graph: Graph, default: ProcessMesh | None = None, policy: str = "da
     Args:
         graph: annotated graph.
         default: mesh to use when nothing is annotated (everything is then replicated on it).
-        policy: which annotation wins if two claim one axis: those of "data", of "parameters", or the
-            "nearest".
+        policy: which annotation wins if two claim one axis: those of "data", of "parameters", the
+            "nearest", or of equal ones the "last".
 
     Raises:
         ShardingError: an annotation does not fit, there is no mesh, or the annotations around an op that the

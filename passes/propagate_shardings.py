@@ -7,12 +7,13 @@ claim only, the least in the total order
     (class of the seed, worst class of op passed, hops, position of the seed, order inside its dim).
 
 Under the policy "data", the default, the class of a seed is 0 for inputs and activations and 2 for
-parameters, states and gradients. The class of a passed op is 3 for elementwise ops, 4 for contractions, and 5
-for others. The key of a claim only grows as the claim propagates, so the least claims can be granted first
-and finally (the argument of Dijkstra's algorithm). The result is the unique fixpoint in which every value and
-op grants each axis to the least claim that reaches it, whatever the order of the work list. An annotation
-grants all axes of its value. A later claim is *lost* and recorded. An axis of one rank splits nothing: its
-claims propagate, because an axis of that name may have more ranks on another mesh, but they are never lost.
+parameters, states and gradients. The policy "last" has the same classes, and counts positions from the end.
+The class of a passed op is 3 for elementwise ops, 4 for contractions, and 5 for others. The key of a claim
+only grows as the claim propagates, so the least claims can be granted first and finally (the argument of
+Dijkstra's algorithm). The result is the unique fixpoint in which every value and op grants each axis to the
+least claim that reaches it, whatever the order of the work list. An annotation grants all axes of its value.
+A later claim is *lost* and recorded. An axis of one rank splits nothing: its claims propagate, because an
+axis of that name may have more ranks on another mesh, but they are never lost.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from distgraph.ir.sharding_spec import Origin, ShardSpec
 Key = tuple[int, int, int, int, int]
 _STEPS_PER_ITEM = 64
 # policy -> class of seeds that are (inputs or activations; parameters, states or gradients)
-_SEED_CLASS = {"data": (0, 2), "parameters": (2, 0), "nearest": (0, 0)}
+_SEED_CLASS = {"data": (0, 2), "parameters": (2, 0), "nearest": (0, 0), "last": (0, 2)}
 POLICIES = tuple(_SEED_CLASS)
 
 
@@ -136,7 +137,8 @@ class _Propagation:
         return self.result
 
     def seed(self) -> None:
-        position = {name: i for i, name in enumerate(self.graph.values)}
+        direction = -1 if self.policy == "last" else 1
+        position = {name: direction * i for i, name in enumerate(self.graph.values)}
         for name, attr in self.graph.attrs.items():
             granted = self.result.values[name]
             for axis in attr.mesh.axes:
@@ -242,8 +244,8 @@ def propagate(graph: Graph, meshes: Mapping[str, ProcessMesh], policy: str = "da
     Args:
         graph: annotated graph.
         meshes: op name -> mesh (see `place`).
-        policy: which seeds have precedence: "data" (inputs and activations), "parameters", or "nearest"
-            (none).
+        policy: which seeds have precedence: "data" (inputs and activations), "parameters",
+            "nearest" (none), or "last" (as "data", but of equal ones the last).
 
     Raises:
         ShardingError: an annotation does not fit its value.

@@ -14,8 +14,9 @@ from support.programs.partitioned import assert_same, run_partitioned, run_seria
 from support.programs.random_programs import MESHES, PIPELINES, Program, programs
 from support.programs.seeded_programs import CUBE, seeded_program
 
+from distgraph.array_api.trace import trace
 from distgraph.errors import ShardingError
-from distgraph.ir.collective_registry import Space
+from distgraph.ir.collective_registry import Space, is_collective
 from distgraph.ir.graph import Graph
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.op_registry import lookup
@@ -38,6 +39,7 @@ from distgraph.passes.redistribution.planner import (
 )
 from distgraph.plan.strategy import Strategy
 from distgraph.runtime.program.build import Build, build
+from distgraph.tracing.annotations import shard_tensor
 
 ONE = tuple((mesh,) for mesh in MESHES)
 checked = settings(
@@ -173,6 +175,22 @@ def test_all_policies_share_one_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     completion_module.choose_completion(seeded_program(1), CUBE, price=latency_price, budget=1500)
     assert len(works) == 3  # its annotations compete, so that it is completed under every policy
     assert sum(works) < 1500 + 3 * (320 + 30_000)
+
+
+@pytest.mark.parametrize(("rows", "columns", "gathered"), [(12, 40, "a"), (60, 40, "b")])
+def test_of_equal_claims_the_cheaper_one_is_granted(rows: int, columns: int, gathered: str) -> None:
+    """Both operands of a product claim one axis; the default completion gathers the smaller operand, first
+    or last."""
+    mesh = ProcessMesh.grid(x=4)
+
+    def product(a: Any, b: Any) -> Any:
+        return shard_tensor(a, mesh, ["x", None]) @ shard_tensor(b, mesh, [None, "x"])
+
+    serial = trace(product, ((rows, 20), "f32"), ((20, columns), "f32"), names=["a", "b"])
+    graph = completion_module.choose_completion(serial, search=False)
+    assert any(lost.reason == "taken" for lost in graph.lost)
+    (gather,) = (op for op in build(graph).lowered.ops if is_collective(op))
+    assert (gather.kind, gather.operands[0].name) == ("comm.all_gather", gathered)
 
 
 def test_work_counts_what_is_examined(monkeypatch: pytest.MonkeyPatch) -> None:
