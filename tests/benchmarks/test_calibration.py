@@ -122,7 +122,7 @@ def test_a_run_is_forecast_the_same_beside_one_with_more_micro_batches():
 
 
 def test_a_sample_has_every_layout_of_every_hidden_size():
-    runs = read_runs(BENCHMARKS / "data" / "vtrain" / "measured_multi.csv")
+    runs = read_runs(BENCHMARKS / "support" / "data" / "vtrain" / "measured_multi.csv")
     chosen = [runs[row] for row in vtrain.sample(runs, 3)]
     assert 19 <= len(chosen) < len(runs)
     layouts = [{(run.hidden, run.tp, run.pp) for run in some} for some in (runs, chosen)]
@@ -180,7 +180,7 @@ def test_slower_hardware_is_never_forecast_faster(grid, name, slower):
 
 
 def test_both_kinds_of_files_are_read():
-    data = BENCHMARKS / "data" / "vtrain"
+    data = BENCHMARKS / "support" / "data" / "vtrain"
     single, multi = read_runs(data / "measured_single.csv"), read_runs(data / "measured_multi.csv")
     assert (len(single), len(multi)) == (377, 57)
     assert single[0] == Run(8, 32, 4, 1024, 16, 24, 1024, 2, 2, 2, 0.219732754)
