@@ -72,12 +72,12 @@ from distgraph.engine.compile.compile_request import CompileRequest
 from distgraph.engine.compile.training_spec import TrainingSpec
 from distgraph.engine.search_driver.candidate import Candidate, build_candidate
 from distgraph.engine.search_driver.layout_costs import LayoutCosts
-from distgraph.engine.search_driver.restrictions import Restriction
 from distgraph.engine.search_driver.run_search import plan_of_search, run_search
 from distgraph.engine.search_driver.search_space import micro_batch_counts, pools_of
 from distgraph.engine.search_driver.search_state import SearchState
 from distgraph.errors import InfeasibleError
 from distgraph.models import GPT, GPT_PRESETS
+from distgraph.passes.search.intra_op.restrictions import Restriction
 from distgraph.plan.components import Stage
 from distgraph.plan.strategy import Strategy
 from distgraph.resources import Cluster

@@ -117,9 +117,9 @@ from distgraph.engine.compile.compile_request import CompileRequest
 from distgraph.engine.compile.training_spec import TrainingSpec
 from distgraph.engine.search_driver.candidate import build_candidate, plan_of
 from distgraph.engine.search_driver.layout_costs import LayoutCosts
-from distgraph.engine.search_driver.restrictions import Restriction
 from distgraph.engine.search_driver.search_space import pools_of
 from distgraph.models import GPT, GPTConfig
+from distgraph.passes.search.intra_op.restrictions import Restriction
 from distgraph.plan.plan import Plan
 from distgraph.resources import Cluster, load_cluster
 from distgraph.runtime.launch.launch import launch

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from distgraph.engine.search_driver.candidate import Candidate
 from distgraph.engine.search_driver.layout_costs import LayoutCosts
-from distgraph.engine.search_driver.restrictions import Restriction
 from distgraph.engine.search_driver.uniform_pipelines import candidate_of, pipelines_of
+from distgraph.passes.search.intra_op.restrictions import Restriction
 
 
 def uniform_pipelines(

@@ -20,10 +20,10 @@ from itertools import pairwise, product
 from distgraph.engine.compile.compile_request import CompileRequest
 from distgraph.engine.search_driver.candidate import Candidate, StageChoice, build_candidate
 from distgraph.engine.search_driver.layout_costs import LayoutCosts
-from distgraph.engine.search_driver.restrictions import Restriction
 from distgraph.engine.search_driver.search_space import Shape, pools_of
 from distgraph.errors import DistGraphError
 from distgraph.passes.search.inter_op.submesh_placement import SubMesh, place
+from distgraph.passes.search.intra_op.restrictions import Restriction
 from distgraph.plan.pipeline_schedules import searched_schedules
 from distgraph.resources import Cluster
 

@@ -42,23 +42,34 @@ class ShardSpec:
         self._hash = hash((self.dims, self.partial))
 
     @classmethod
-    def of(cls, dims: Sequence[UserDim], partial: Mapping[str, str] | None = None) -> ShardSpec:
+    def of(
+        cls, dims: Sequence[UserDim], partial: Mapping[str, str] | None = None, where: str = ""
+    ) -> ShardSpec:
         """The spec of a list with one entry a dim, as users write it: `[None, "x"]`, `[("x", "y"), None]`.
+
+        Args:
+            dims: one entry a dim.
+            partial: axis -> reduction.
+            where: what messages begin with, such as "shard_tensor (train.py:7)".
 
         Raises:
             ShardingError: an axis repeats, or what is given is no list of axes.
         """
+        who = f"{where}: " if where else ""
         entries: object = dims
         if isinstance(entries, str) or not isinstance(entries, Sequence):
-            raise ShardingError(f"spec is {dims!r} but must be a list, one entry a dim, such as [None, 'tp']")
+            raise ShardingError(
+                f"{who}spec is {dims!r} but must be a list, one entry a dim, such as [None, 'tp']"
+            )
         for d in entries:
             if d is not None and not isinstance(d, (str, tuple, list)):
                 raise ShardingError(
-                    f"spec {list(entries)}: {d!r} is no axis; each entry is a name, a tuple of names or None"
+                    f"{who}spec {list(entries)}: {d!r} is no axis; each entry is a name, a tuple of names or "
+                    f"None"
                 )
         tuples = tuple(() if d is None else (d,) if isinstance(d, str) else tuple(d) for d in dims)
         spec = cls(tuples, tuple((partial or {}).items()))
-        spec.check_axes()
+        spec.check_axes(where)
         return spec
 
     @classmethod
@@ -84,17 +95,23 @@ class ShardSpec:
         spec.check_axes()
         return spec
 
-    def check_axes(self) -> None:
+    def check_axes(self, where: str = "") -> None:
         """Raises ShardingError when an axis is used twice, is no identifier, or a reduction is unknown."""
+        who = f"{where}: " if where else ""
         used: list[Any] = [axis for dim in self.dims for axis in dim]  # users may pass anything
         used += [axis for axis, _ in self.partial]
         checked = set[str]()
         for axis in used:
             if not is_axis_name(axis):
                 listed = [[*dim] if len(dim) > 1 else dim[0] if dim else None for dim in self.dims]
-                raise ShardingError(f"spec {listed}: {axis!r} is no axis name; give names of axes as texts")
+                raise ShardingError(
+                    f"{who}spec {listed}: {axis!r} is no axis name; give names of axes as texts"
+                )
             if axis in checked:
-                raise ShardingError(f"spec {self}: axis {axis!r} is used twice; an axis splits one dim only")
+                raise ShardingError(
+                    f"{who}spec {self}: axis {axis!r} is used twice; an axis splits one dim only, so leave "
+                    f"one dim whole (None) or split it over another axis"
+                )
             checked.add(axis)
         for axis, kind in self.partial:
             if kind not in REDUCTIONS:

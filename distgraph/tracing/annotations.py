@@ -107,14 +107,14 @@ def _attr(
                 f"shard_tensor ({where}) has no mesh and no axes; give it a mesh and dims, or "
                 f'axes=[None, "tp"]'
             )
-        return AxisAttr(ShardSpec.of(axes, summed), origin)
+        return AxisAttr(ShardSpec.of(axes, summed, f"shard_tensor ({where})"), origin)
     check_mesh(f"shard_tensor ({where})", mesh)
     if dims is None or axes is not None:
         raise ShardingError(
             f"shard_tensor ({where}) has a mesh {'and axes' if axes is not None else 'but no dims'}; give it "
             f"a mesh and dims, or axes alone"
         )
-    return DistAttr(mesh, ShardSpec.of(dims, summed), origin)
+    return DistAttr(mesh, ShardSpec.of(dims, summed, f"shard_tensor ({where})"), origin)
 
 
 def _annotate(x: Tensor, attr: DistAttr | AxisAttr) -> None:
@@ -132,9 +132,10 @@ def reshard(x: Any, mesh: ProcessMesh | None, dims: Dims) -> Any:
     """
     if mesh is None:
         return x
-    check_mesh(f"reshard ({caller()})", mesh)
+    where = caller()
+    check_mesh(f"reshard ({where})", mesh)
     trace = x.trace if isinstance(x, Tensor) else Trace.current()
-    attr = DistAttr(mesh, ShardSpec.of(dims), Origin("user", caller()))
+    attr = DistAttr(mesh, ShardSpec.of(dims, where=f"reshard ({where})"), Origin("user", where))
     with trace.on(mesh):
         (y,) = trace.emit("reshard", (x,))
     trace.annotate(y.value, attr)

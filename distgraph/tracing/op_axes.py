@@ -42,7 +42,8 @@ def laid_out_op(
     """
     op, numbers = only_op(function, args, kwargs, where, "axes")
     rule = rule_of(op)
-    dims_by_axis = dict(zip(axes, ShardSpec.of(list(axes.values())).dims, strict=True))
+    spec = ShardSpec.of(list(axes.values()), where=f"shard_op ({where})")
+    dims_by_axis = dict(zip(axes, spec.dims, strict=True))
     firsts = {term[0] for terms in (rule.operands, rule.results) for dims in terms for term in dims if term}
     has_unit_dim = any(not dim for dims in rule.operands for dim in dims)  # of one position: no index
     for index, split in dims_by_axis.items():

@@ -136,7 +136,18 @@ def _twice(x: Any) -> Any:
         ),
         (lambda x: dg.shard_tensor(x, GRID, axes=["dp"]), "has a mesh and axes; give it a mesh and dims, or"),
         (lambda x: dg.shard_tensor(x, axes=["dp"]), r"spec \[dp\] has 1 dims but shape \(8, 24\) has 2"),
-        (lambda x: dg.shard_tensor(x, axes=["dp", "dp"]), "axis 'dp' is used twice; an axis splits one dim"),
+        (
+            lambda x: dg.shard_tensor(x, axes=["dp", "dp"]),
+            r"shard_tensor \(test_axis_annotations.py:\d+\): spec .*: axis 'dp' is used twice; .*so leave",
+        ),
+        (
+            lambda x: dg.reshard(x, GRID, ["dp", "dp"]),
+            r"reshard \(test_axis_annotations.py:\d+\): spec \[dp, dp\]: axis 'dp' is used twice",
+        ),
+        (
+            dg.shard_op(ops.relu, axes={"i0": "dp", "i1": "dp"}),
+            r"shard_op \(test_axis_annotations.py:\d+\): spec \[dp, dp\]: axis 'dp' is used twice",
+        ),
         (_twice, r"annotated \[_, dp\] on any mesh .* but was annotated \[dp, _\] on any mesh"),
         (
             dg.shard_op(ops.relu, axes={"i0": (3,)}),

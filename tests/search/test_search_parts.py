@@ -20,7 +20,6 @@ from distgraph.engine.search_driver.fixed_mesh_search import double_recursion
 from distgraph.engine.search_driver.layout_costs import LayoutCosts
 from distgraph.engine.search_driver.local_search import local_search_moves
 from distgraph.engine.search_driver.micro_batch_search import best_count, counts_to_try
-from distgraph.engine.search_driver.restrictions import Restriction
 from distgraph.engine.search_driver.run_search import run_search
 from distgraph.engine.search_driver.search_space import (
     Shape,
@@ -33,6 +32,7 @@ from distgraph.engine.search_driver.search_state import SearchState
 from distgraph.engine.search_driver.stage_search import best_pipeline, undominated, variant_table
 from distgraph.engine.search_driver.uniform_pipelines import best_uniform
 from distgraph.passes.search.intra_op.chosen_layouts import Profile
+from distgraph.passes.search.intra_op.restrictions import Restriction
 from distgraph.passes.search.intra_op.solution_cache import VARIABLE
 from distgraph.passes.search.solver.problem import Problem, Solution
 

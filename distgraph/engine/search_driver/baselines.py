@@ -32,7 +32,6 @@ from distgraph.engine.search_driver.fixed_mesh_search import (
     sharding_propagation,
 )
 from distgraph.engine.search_driver.pipeline_search import best_count
-from distgraph.engine.search_driver.restrictions import RESTRICTION_NAMES, Restriction, zero_of
 from distgraph.engine.search_driver.search_space import Shape
 from distgraph.engine.search_driver.search_state import FORECASTS, Event, SearchState
 from distgraph.engine.search_driver.stage_search import pipeline_estimate
@@ -41,6 +40,7 @@ from distgraph.errors import DistGraphError, ShardingError
 from distgraph.ir.matmul_algorithm import ATTENTION
 from distgraph.passes.matmul_algorithms import MATMUL_ALGORITHMS
 from distgraph.passes.matmul_algorithms.product_seconds import ALGORITHMS
+from distgraph.passes.search.intra_op.restrictions import RESTRICTION_NAMES, Restriction, zero_of
 
 _UNIFORM: tuple[Restriction, ...] = ("uniform", "zero1", "zero3", "none")
 _MOST_SHAPES = 3

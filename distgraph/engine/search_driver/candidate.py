@@ -15,8 +15,8 @@ from distgraph.engine.compile.fingerprint import program_of
 from distgraph.engine.compile.plan_apply import apply_plan, devices_of
 from distgraph.engine.compile.plan_extract import estimate, plan_of_graph
 from distgraph.engine.compile.strategy_passes import strategy_pipeline
-from distgraph.engine.search_driver.layout_costs import LayoutCosts, LayoutQuery
-from distgraph.engine.search_driver.restrictions import Restriction, zero_of
+from distgraph.engine.search_driver.layout_costs import LayoutCosts
+from distgraph.engine.search_driver.layout_variants import LayoutQuery
 from distgraph.engine.search_driver.search_space import Shape
 from distgraph.errors import ShardingError
 from distgraph.ir.gc_pause import collector_paused
@@ -28,6 +28,8 @@ from distgraph.passes.search.intra_op.apply_layouts import assign
 from distgraph.passes.search.intra_op.chosen_layouts import Layouts
 from distgraph.passes.search.intra_op.cost_model import MOST_AXES
 from distgraph.passes.search.intra_op.formulate import Formulation
+from distgraph.passes.search.intra_op.memory_limit import MemoryLimit
+from distgraph.passes.search.intra_op.restrictions import Restriction, zero_of
 from distgraph.passes.search.layering.layered_graph import LayeredGraph
 from distgraph.plan.apply.stage_layouts import layouts_of
 from distgraph.plan.decisions import Decisions
@@ -42,13 +44,18 @@ Solved = Mapping[ProcessMesh, tuple[Formulation, tuple[int, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class StageChoice:
-    """One stage: layers `first` up to `stop`, devices, shape of the mesh, memory multiplier."""
+    """One stage: layers `first` up to `stop`, devices, shape of the mesh, memory multiplier or limit."""
 
     first: int
     stop: int
     devices: tuple[int, ...]
     shape: Shape
     memory_multiplier: float = 0.0
+    memory_limit: MemoryLimit | None = None
+
+    def reshaped(self, shape: Shape) -> StageChoice:
+        """This stage on a mesh of another shape, without the limit that was for the shape."""
+        return replace(self, shape=shape, memory_limit=None)
 
     def __str__(self) -> str:
         return f"layers {self.first}-{self.stop - 1} on {self.shape}"
@@ -147,6 +154,7 @@ def _queries(candidate: Candidate, layout_costs: LayoutCosts) -> list[LayoutQuer
             stage.shape,
             stage.memory_multiplier,
             candidate.restriction,
+            stage.memory_limit,
         )
         for stage in candidate.stages
     ]

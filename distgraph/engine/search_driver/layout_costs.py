@@ -11,7 +11,8 @@ becomes a candidate in the end is solved for its own count (`solve_separately`).
 
 Memory multipliers make a Pareto front of seconds and bytes: at 0 layouts are the fastest; as the multiplier
 rises, what is stored is split over more axes (ZeRO). Multipliers above 0 are tried only where the layers, put
-on as many stages as there are sub-meshes of this size, would not fit.
+on as many stages as there are sub-meshes of this size, would not fit. Where one of these stages does not fit
+in the fastest layouts, the fastest ones are solved for within the memory of a device, too (`MemoryLimit`).
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TypeVar
 
 import numpy as np
 
 from distgraph.engine.compile.compile_request import CompileRequest
 from distgraph.engine.compile.op_positions import layers_by_first_ops
-from distgraph.engine.search_driver.restrictions import BATCH_AXIS, Restriction, restricted, restriction_of
+from distgraph.engine.search_driver.layout_variants import LayoutQuery, Solutions, Variant, VariantKey
 from distgraph.engine.search_driver.search_space import Shape, devices_for, shapes_of
 from distgraph.engine.search_driver.worker_pool import parallel_map
 from distgraph.errors import InfeasibleError
@@ -35,6 +36,8 @@ from distgraph.passes.search.inter_op.submesh_placement import Pool, SubMesh
 from distgraph.passes.search.intra_op.cost_model import CostModel
 from distgraph.passes.search.intra_op.decision_nodes import options_with_axes
 from distgraph.passes.search.intra_op.formulate import Formulation, Profile, formulate
+from distgraph.passes.search.intra_op.memory_limit import MemoryLimit, solve_within
+from distgraph.passes.search.intra_op.restrictions import BATCH_AXIS, Restriction, restricted, restriction_of
 from distgraph.passes.search.intra_op.solution_cache import solve_cached
 from distgraph.passes.search.intra_op.warm_start import Ints, corresponding_ops, transfer_choice
 from distgraph.passes.search.layering.layer_sequence import cluster_layers, layering
@@ -43,6 +46,7 @@ from distgraph.passes.search.solver.problem import Problem, Solution
 from distgraph.passes.serial.loops.flatten import flat_layers, flatten
 from distgraph.plan.capabilities import ANY, Capabilities
 from distgraph.plan.constraints import FREE, SearchConstraints
+from distgraph.plan.pipeline_schedules import schedule_policy, searched_schedules
 from distgraph.resources import Cluster, CollectiveCost, shared_cost
 from distgraph.resources.runtimes.runtime_model import RuntimeModel
 
@@ -60,31 +64,6 @@ _SMALLER = 1.02
 """A variant is one of its own where the one before needs this many times its memory."""
 
 
-@dataclass(frozen=True, eq=False)
-class Variant:
-    """One way to lay out the layers on a mesh of some shape.
-
-    Attributes:
-        micro_batches: in a step.
-        submesh, shape: devices and logical mesh.
-        memory_multiplier: seconds a byte, as a Lagrange multiplier of the memory limit.
-        restriction: what was forbidden.
-        profile: costs by layer; recompute: the same where every layer is recomputed.
-        estimate: the objective: seconds of a step, and what memory costs.
-        solved: whether layouts were solved for this micro-batch count, not carried over from another.
-    """
-
-    micro_batches: int
-    submesh: SubMesh
-    shape: Shape
-    memory_multiplier: float
-    restriction: Restriction
-    profile: Profile
-    recompute: Profile
-    estimate: float
-    solved: bool
-
-
 def solve_problem(problem: Problem, first: bool = False) -> Solution:
     """Solve a problem of layouts; once more with more time where the gap to the bound is large.
 
@@ -100,57 +79,6 @@ def solve_problem(problem: Problem, first: bool = False) -> Solution:
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-_VariantKey = tuple[int, SubMesh, Shape, Restriction, tuple[float, ...], bool]
-"""The arguments of `LayoutCosts.variants`, and whether it is solved separately."""
-
-
-@dataclass(frozen=True, slots=True)
-class LayoutQuery:
-    """What layouts of a stage are solved for: devices, mesh shape, memory multiplier (seconds a byte)."""
-
-    devices: tuple[int, ...]
-    shape: Shape
-    memory_multiplier: float
-    restriction: Restriction
-
-
-@dataclass(frozen=True, slots=True)
-class Solutions:
-    """What was solved, as one process sends it to another: small, but it took long.
-
-    Attributes:
-        choices: problem -> the best choice and its objective.
-        bases: devices, shape and memory share -> micro-batch counts that were solved, with their multiplier.
-        variants: of shapes.
-    """
-
-    choices: dict[object, tuple[tuple[int, ...], float]]
-    bases: dict[object, dict[int, float]]
-    variants: dict[_VariantKey, tuple[Variant, ...]]
-
-    def since(self, before: Solutions) -> Solutions:
-        """What was solved after `before` was copied."""
-        bases = {
-            key: {m: multiplier for m, multiplier in counts.items() if m not in before.bases.get(key, ())}
-            for key, counts in self.bases.items()
-        }
-        return Solutions(
-            {key: choice for key, choice in self.choices.items() if key not in before.choices},
-            {key: counts for key, counts in bases.items() if counts},
-            {key: variants for key, variants in self.variants.items() if key not in before.variants},
-        )
-
-    def copy(self) -> Solutions:
-        """A copy, to which nothing is added."""
-        bases = {key: dict(counts) for key, counts in self.bases.items()}
-        return Solutions(dict(self.choices), bases, dict(self.variants))
-
-    def add(self, more: Solutions) -> None:
-        """Add what another process solved."""
-        self.choices.update(more.choices)
-        self.variants.update(more.variants)
-        for key, counts in more.bases.items():
-            self.bases.setdefault(key, {}).update(counts)
 
 
 @dataclass(eq=False)
@@ -281,6 +209,11 @@ class LayoutCosts:
         """What the runtime executes of a plan."""
         return ANY if self.runtime is None else self.runtime.executes
 
+    @property
+    def schedules(self) -> tuple[str, ...]:
+        """Names of the schedules to try."""
+        return self.constraints.among("schedule", self.capabilities.among(searched_schedules()))
+
     @cached_property
     def restriction(self) -> Restriction:
         """What layouts keep to in any case."""
@@ -316,6 +249,14 @@ class LayoutCosts:
         """Bytes of the smallest device of a sub-mesh."""
         return min(self.cluster.devices[device].memory for device in devices_for(self.pools, submesh))
 
+    def memory_limit(self, micro_batches: int, submesh: SubMesh, slack: float = 1.0) -> MemoryLimit:
+        """What a stage may hold, were all stages as large, under the schedule that holds least."""
+        layers, given = len(self.all_layers(micro_batches)), self.constraints.stage_count
+        stages = max(1, min(len(self.devices) // submesh.size, layers, given or layers))
+        policies = [schedule_policy(name) for name in self.schedules]
+        live = min(policy.in_flight(0, stages, micro_batches) for policy in policies)
+        return MemoryLimit(slack * self.memory(submesh), stages, live)
+
     def formulation(self, layered: LayeredGraph, devices: tuple[int, ...], shape: Shape) -> Formulation:
         """The problem of laying a graph out on one mesh."""
         key = layered.graph.micro_batches, layered.recompute, devices, shape
@@ -341,7 +282,8 @@ class LayoutCosts:
         formulation = formulation.with_memory(memory_multiplier=query.memory_multiplier)
         if key not in self._solutions.choices:
             problem = restricted(formulation, query.restriction)
-            solution = solve_problem(problem, first=not self._solutions.choices)
+            solver = partial(solve_problem, first=not self._solutions.choices)
+            solution = solve_within(formulation, problem, query.memory_limit, solver)
             if solution.choice is None:
                 reason = solution.message or solution.status
                 raise InfeasibleError(
@@ -422,12 +364,12 @@ class LayoutCosts:
         shape: Shape,
         restriction: Restriction,
         shares: tuple[float, ...] = MEMORY_MULTIPLIERS,
-    ) -> _VariantKey:
+    ) -> VariantKey:
         separately = restriction != "none" or (micro_batches, submesh, shape) in self._solved_separately
         return micro_batches, submesh, shape, restriction, shares, separately
 
     @collector_paused()
-    def _solve_variants(self, key: _VariantKey) -> tuple[Variant, ...]:
+    def _solve_variants(self, key: VariantKey) -> tuple[Variant, ...]:
         micro_batches, submesh, shape, restriction, shares, separately = key
         devices = devices_for(self.pools, submesh)
         memory = self.memory(submesh)
@@ -453,7 +395,25 @@ class LayoutCosts:
             fastest = fastest or estimate
             if profile.nbytes(stages) < memory * stages or self.expired():
                 break
+        limit = self.memory_limit(micro_batches, submesh)
+        if limit.needed(variants[0].profile) > limit.nbytes and not self.expired():
+            variants += self.limited_variants(micro_batches, submesh, shape, restriction, limit)
         return tuple(variants)
+
+    def limited_variants(
+        self, micro_batches: int, submesh: SubMesh, shape: Shape, restriction: Restriction, limit: MemoryLimit
+    ) -> tuple[Variant, ...]:
+        """The fastest layouts of a shape within a limit, solved for this micro-batch count; none where no
+        layouts keep it."""
+        query = LayoutQuery(devices_for(self.pools, submesh), shape, 0.0, restriction, limit)
+        plain = self.layered_graph(micro_batches)
+        again = self.layered_graph(micro_batches, self.all_layers(micro_batches))
+        try:
+            formulation, choice, estimate = self.solve(plain, query)
+            costs = formulation.profile(choice), self._again(formulation, choice, again, query), estimate
+        except InfeasibleError:
+            return ()
+        return (Variant(micro_batches, submesh, shape, 0.0, restriction, *costs, True, limit),)
 
     def _carried(
         self, layered: LayeredGraph, query: LayoutQuery, share: float

@@ -33,7 +33,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from distgraph.engine.search_driver.layout_costs import LayoutCosts, Variant
+from distgraph.engine.search_driver.layout_costs import LayoutCosts
+from distgraph.engine.search_driver.layout_variants import Variant
 from distgraph.engine.search_driver.search_space import Shape
 from distgraph.errors import InfeasibleError
 from distgraph.passes.search.inter_op.submesh_placement import SubMesh

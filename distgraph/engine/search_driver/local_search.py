@@ -20,13 +20,13 @@ from distgraph.engine.search_driver.evaluations import Evaluation
 from distgraph.engine.search_driver.layout_costs import LayoutCosts
 from distgraph.engine.search_driver.load_balancing import rebalanced
 from distgraph.engine.search_driver.pipeline_search import SLOWER
-from distgraph.engine.search_driver.restrictions import RESTRICTION_NAMES, Restriction
 from distgraph.engine.search_driver.search_space import Shape
 from distgraph.engine.search_driver.search_state import FORECASTS, Event, SearchState
 from distgraph.engine.search_driver.stage_search import PipelineEstimate, pipeline_estimate, shapes_for
 from distgraph.engine.search_driver.uniform_pipelines import interleaved
 from distgraph.errors import GraphError
 from distgraph.passes.search.inter_op.submesh_placement import SubMesh, place
+from distgraph.passes.search.intra_op.restrictions import RESTRICTION_NAMES, Restriction
 from distgraph.plan.pipeline_schedules import schedule_policy, searched_schedules, substituted_schedules
 
 _MOST_OPS = 30_000
@@ -209,17 +209,19 @@ def stage_moves(
     of_stages = [layout_costs.submesh(stage.devices) for stage in stages]
     for number, submesh in enumerate(of_stages):
         for shape in shapes.get(submesh, ()):
-            changed = replace(stages[number], shape=shape)
+            changed = stages[number].reshaped(shape)
             yield replace(candidate, stages=(*stages[:number], changed, *stages[number + 1 :]))
     for shape in shapes.get(of_stages[0], ()) if len(set(of_stages)) == 1 and len(stages) > 1 else ():
-        yield replace(candidate, stages=tuple(replace(stage, shape=shape) for stage in stages))
+        yield replace(candidate, stages=tuple(stage.reshaped(shape) for stage in stages))
     for parts in (*_merged(stages, of_stages, shapes), *_divided(stages, of_stages, shapes)):
         devices = place(layout_costs.pools, [submesh for _, submesh in parts])
         if devices is not None:
             placed = tuple(replace(s, devices=d) for (s, _), d in zip(parts, devices, strict=True))
             yield replace(candidate, stages=placed)
     for restriction in RESTRICTION_NAMES:
-        yield replace(candidate, restriction=restriction)
+        if restriction != candidate.restriction:
+            free = tuple(stage.reshaped(stage.shape) for stage in stages)
+            yield replace(candidate, restriction=restriction, stages=free)
     for recompute in ((), layout_costs.all_layers(count)):
         yield replace(candidate, recompute=recompute)
 
@@ -238,7 +240,7 @@ def _merged(
         sizes = zip(of_stages[number - 1].sizes, of_stages[number].sizes, strict=True)
         both = SubMesh(tuple(a + b for a, b in sizes))
         for shape in shapes.get(both, ()):
-            merged = replace(before, stop=behind.stop, shape=shape)
+            merged = replace(before.reshaped(shape), stop=behind.stop)
             yield [*pairs[: number - 1], (merged, both), *pairs[number + 1 :]]
 
 
@@ -253,7 +255,8 @@ def _divided(
         if 2 * half.size != len(stage.devices) or not stage.first < middle < stage.stop:
             continue
         for shape in shapes.get(half, ()):
-            parts = replace(stage, stop=middle, shape=shape), replace(stage, first=middle, shape=shape)
+            half_stage = stage.reshaped(shape)
+            parts = replace(half_stage, stop=middle), replace(half_stage, first=middle)
             yield [*pairs[:number], *((part, half) for part in parts), *pairs[number + 1 :]]
 
 
@@ -290,7 +293,7 @@ def local_search_moves(
 
 def has_fixed_count(candidate: Candidate) -> bool:
     """Whether its layouts are for one micro-batch count: they depend on memory multipliers or on shares."""
-    return any(stage.memory_multiplier or stage.shape.samples for stage in candidate.stages)
+    return any(s.memory_multiplier or s.memory_limit or s.shape.samples for s in candidate.stages)
 
 
 def _other_shares(candidate: Candidate, pool_numbers: Sequence[int]) -> Iterator[Candidate]:
@@ -300,7 +303,7 @@ def _other_shares(candidate: Candidate, pool_numbers: Sequence[int]) -> Iterator
             inner = stage.shape.size // len(stage.shape.samples)
             pools = [pool_numbers[device] for device in stage.devices[::inner]]
             for shape in rebalanced(stage.shape, pools):
-                changed = replace(stage, shape=shape)
+                changed = stage.reshaped(shape)
                 yield replace(candidate, stages=(*stages[:number], changed, *stages[number + 1 :]))
 
 
@@ -323,9 +326,10 @@ def _other_stages(stages: tuple[StageChoice, ...]) -> Iterator[tuple[StageChoice
 
 def _equal(one: StageChoice, other: StageChoice) -> bool:
     """Whether exchanging two stages may only change which devices of a kind they have."""
-    return (one.shape, one.memory_multiplier, one.stop - one.first, len(one.devices)) == (
+    return (one.shape, one.memory_multiplier, one.memory_limit, one.stop - one.first, len(one.devices)) == (
         other.shape,
         other.memory_multiplier,
+        other.memory_limit,
         other.stop - other.first,
         len(other.devices),
     )

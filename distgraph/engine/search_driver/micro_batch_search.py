@@ -161,7 +161,8 @@ def _evaluate(state: SearchState, pipeline: Candidate) -> Iterator[Event]:
         smaller: Candidate | None = pipeline
         for _ in range(_TIGHTER):  # the estimate may say of the same pipeline that it needs less
             slack /= evaluation.memory_ratio * 1.01
-            smaller = state.pipelines.best_for(pipeline.micro_batches, slack, (pipeline.schedule,))
+            schedules = (pipeline.schedule,)
+            smaller = state.pipelines.best_for(pipeline.micro_batches, slack, schedules, pipeline)
             if smaller is None or smaller.decisions != pipeline.decisions:
                 break
         if smaller is None or smaller.decisions == pipeline.decisions:

@@ -30,11 +30,12 @@ from distgraph.engine.search_driver.stage_search import (
     single_shape_seconds,
     undominated,
     variant_table,
+    with_limits,
 )
 from distgraph.errors import GraphError, InfeasibleError
 from distgraph.passes.search.inter_op.stages import Stages
 from distgraph.passes.search.inter_op.submesh_placement import SubMesh
-from distgraph.plan.pipeline_schedules import schedule_policy, searched_schedules
+from distgraph.plan.pipeline_schedules import schedule_policy
 
 SLOWER = 1.15
 """A pipeline whose estimate is this much above the best is neither looked for nor forecast."""
@@ -103,8 +104,7 @@ class PipelineSearch:
     @property
     def schedules(self) -> tuple[str, ...]:
         """Names of the schedules to try."""
-        schedules = self.layout_costs.capabilities.among(searched_schedules())
-        return self.layout_costs.constraints.among("schedule", schedules)
+        return self.layout_costs.schedules
 
     def try_count(self, micro_batches: int) -> None:
         """Add the best pipeline for a micro-batch count, if any fits."""
@@ -114,7 +114,11 @@ class PipelineSearch:
                 self.best[micro_batches] = pipeline
 
     def best_for(
-        self, micro_batches: int, slack: float = 1.0, schedules: Iterable[str] | None = None
+        self,
+        micro_batches: int,
+        slack: float = 1.0,
+        schedules: Iterable[str] | None = None,
+        tighter: Candidate | None = None,
     ) -> Candidate | None:
         """The best pipeline, its layouts solved for its micro-batch count; None where none fits.
 
@@ -125,12 +129,15 @@ class PipelineSearch:
             micro_batches: in a step.
             slack: share of a device's memory that a stage may need by the estimate.
             schedules: by name; all that are searched by default.
+            tighter: a pipeline that does not fit: layouts of its shapes are solved for within the slack, too.
         """
         schedules = self.schedules if schedules is None else schedules
         resolved = 0
         while True:
             excluded = self.excluded_shapes()
             table = variant_table(self.layout_costs, micro_batches, self.submeshes, excluded=excluded)
+            if tighter is not None and not self.layout_costs.expired():
+                table = with_limits(self.layout_costs, table, tighter, slack)
             if not table.complete and self.best:
                 return None
             for key, seconds in single_shape_seconds(self.layout_costs, table).items():

@@ -15,7 +15,8 @@ from itertools import pairwise
 import numpy as np
 
 from distgraph.engine.search_driver.candidate import Candidate, StageChoice
-from distgraph.engine.search_driver.layout_costs import LayoutCosts, Variant
+from distgraph.engine.search_driver.layout_costs import LayoutCosts
+from distgraph.engine.search_driver.layout_variants import Variant
 from distgraph.engine.search_driver.load_balancing import shared_shapes
 from distgraph.engine.search_driver.search_space import Shape
 from distgraph.ir.float_arrays import Floats
@@ -81,6 +82,20 @@ def variant_table(
         table[submesh] = [*table.get(submesh, ()), *variants]
     present = tuple(submesh for submesh in submeshes if submesh in table)
     return VariantTable(micro_batches, present, tuple(tuple(table[s]) for s in present), complete)
+
+
+def with_limits(
+    layout_costs: LayoutCosts, table: VariantTable, pipeline: Candidate, slack: float
+) -> VariantTable:
+    """A table with the fastest layouts in the shapes of a pipeline within a share of a device's memory."""
+    shapes = {(layout_costs.submesh(stage.devices), stage.shape) for stage in pipeline.stages}
+    more: dict[SubMesh, tuple[Variant, ...]] = {}
+    for submesh, shape in sorted(shapes, key=str):
+        limit = layout_costs.memory_limit(table.micro_batches, submesh, slack)
+        given = table.micro_batches, submesh, shape, layout_costs.restriction, limit
+        more[submesh] = (*more.get(submesh, ()), *layout_costs.limited_variants(*given))
+    pairs = zip(table.submeshes, table.variants, strict=True)
+    return replace(table, variants=tuple((*variants, *more.get(s, ())) for s, variants in pairs))
 
 
 def of_pool(table: VariantTable, pool: int) -> VariantTable:
@@ -289,6 +304,12 @@ def pipeline_estimate(layout_costs: LayoutCosts, candidate: Candidate) -> Pipeli
     return PipelineEstimate(seconds, max(memory))
 
 
+def _difference(variant: Variant, stage: StageChoice) -> tuple[bool, float]:
+    """How far the layouts of a variant are from those of a stage."""
+    other = variant.memory_limit != stage.memory_limit
+    return other, abs(variant.memory_multiplier - stage.memory_multiplier)
+
+
 def _stage_parts(
     layout_costs: LayoutCosts, candidate: Candidate, position: int
 ) -> tuple[float, float, float, float]:
@@ -296,7 +317,10 @@ def _stage_parts(
     stage, m = candidate.stages[position], candidate.micro_batches
     submesh = layout_costs.submesh(stage.devices)
     variants = layout_costs.variants(m, submesh, stage.shape, candidate.restriction)
-    variant = min(variants, key=lambda each: abs(each.memory_multiplier - stage.memory_multiplier))
+    if stage.memory_limit is not None and all(each.memory_limit != stage.memory_limit for each in variants):
+        given = submesh, stage.shape, candidate.restriction, stage.memory_limit
+        variants = layout_costs.limited_variants(m, *given) or variants
+    variant = min(variants, key=lambda v: _difference(v, stage))
     plain, again = variant.profile, variant.recompute
     layers = np.append(np.arange(stage.first, stage.stop), len(plain.forward) - 1)
     recomputed = np.isin(layers, candidate.recompute)
@@ -405,7 +429,14 @@ def _candidate(layout_costs: LayoutCosts, table: VariantTable, stages: Stages, s
     for stage in stages.stages:
         variant = table.variants[stage.submesh][stage.config]
         choices.append(
-            StageChoice(stage.first, stage.stop, stage.devices, variant.shape, variant.memory_multiplier)
+            StageChoice(
+                stage.first,
+                stage.stop,
+                stage.devices,
+                variant.shape,
+                variant.memory_multiplier,
+                variant.memory_limit,
+            )
         )
         recompute += stage.recomputed
     return Candidate(

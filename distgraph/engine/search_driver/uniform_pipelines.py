@@ -14,12 +14,12 @@ import numpy as np
 
 from distgraph.engine.search_driver.candidate import Candidate, StageChoice
 from distgraph.engine.search_driver.layout_costs import LayoutCosts
-from distgraph.engine.search_driver.restrictions import RESTRICTION_NAMES, Restriction
 from distgraph.engine.search_driver.search_space import Shape
 from distgraph.engine.search_driver.stage_search import ExcludedShapes, pipeline_estimate
 from distgraph.ir.float_arrays import Floats
 from distgraph.passes.search.inter_op.submesh_placement import SubMesh, place
 from distgraph.passes.search.intra_op.formulate import Profile
+from distgraph.passes.search.intra_op.restrictions import RESTRICTION_NAMES, Restriction
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +97,12 @@ def interleaved(layout_costs: LayoutCosts, pipeline: Candidate, chunks: int) -> 
     """A pipeline of equal stages that reaches each of them several times, with about the same work each time.
 
     Returns:
-        None where stages differ in size, shape or memory multiplier, or layers are too few.
+        None where stages differ in size, shape, memory multiplier or limit, or layers are too few.
     """
     stages, count = pipeline.stages, pipeline.micro_batches
     submesh, model = layout_costs.submesh(stages[0].devices), stages[0]
-    if len({(layout_costs.submesh(s.devices), s.shape, s.memory_multiplier) for s in stages}) > 1:
+    layouts = {(s.shape, s.memory_multiplier, s.memory_limit) for s in stages}
+    if len(layouts) > 1 or len({layout_costs.submesh(s.devices) for s in stages}) > 1:
         return None
     if not layout_costs.has_variants(count, submesh, model.shape, pipeline.restriction):
         return None

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import HealthCheck, assume, given, reject, settings
 from support.programs.random_programs import Program, programs
 from support.programs.search_cases import MESHES, SLOW, cluster, cost_model, task
-from support.search.limited_problem import limited
 from support.search.search_brute import Brute, eliminate, every_spec
 
 from distgraph import nn, ops, optim
@@ -28,8 +27,10 @@ from distgraph.passes.layout_local_search import refine
 from distgraph.passes.redistribution.planner import redistribute_cost
 from distgraph.passes.search.intra_op.cost_model import CostModel
 from distgraph.passes.search.intra_op.formulate import Formulation, Layouts, formulate
+from distgraph.passes.search.intra_op.memory_limit import MemoryLimit, limited
 from distgraph.passes.search.layering.layer_sequence import cluster_layers, layering
 from distgraph.passes.search.solver import solve
+from distgraph.passes.search.solver.problem import Problem
 from distgraph.tracing.tracer import Trace
 
 ONE = tuple((mesh,) for mesh in MESHES)
@@ -319,13 +320,17 @@ def test_a_limit_is_kept_and_costs_no_more_than_it_must(name: str) -> None:
     layers = layering(graph, cluster_layers(graph))
     free = formulate(graph, MESHES[1], cost_model(), layers)
     choice = best(free)
-    peak = limited(free, 1e12).peak(choice)[1]
-    tight = limited(free, 0.7 * peak)
+    peak = within(free, 1e12).peak(choice)[1]
+    tight = within(free, 0.7 * peak)
     found = solve(tight, seconds=20)
     assert found.choice is not None
     assert tight.feasible(found.choice)
     assert found.objective >= free.problem.objective(choice) * (1 - 1e-9)
     assert tight.peak(found.choice)[1] <= 0.7 * peak * (1 + 1e-9)
+
+
+def within(formulation: Formulation, limit: float) -> Problem:
+    return limited(formulation, formulation.problem, MemoryLimit(limit))
 
 
 def chain(sizes: tuple[int, ...]) -> Graph:
@@ -372,10 +377,10 @@ def test_within_a_limit_equals_brute_force(sizes: tuple[int, ...], mesh: Process
     formulation = formulate(graph, mesh, cost_model(SLOW))
     fastest = peaks[costs <= costs.min() * (1 + 1e-12)].min()
     for limit in np.linspace(peaks.min(), fastest, 4):
-        solved = solve(limited(formulation, float(limit)), seconds=20)
+        solved = solve(within(formulation, float(limit)), seconds=20)
         assert solved.status == "optimal"
         assert solved.objective == pytest.approx(costs[peaks <= limit + 1e-6].min(), rel=1e-9)
-    assert solve(limited(formulation, peaks.min() - 1), seconds=20).status == "infeasible"
+    assert solve(within(formulation, peaks.min() - 1), seconds=20).status == "infeasible"
 
 
 # annotations

@@ -9,11 +9,12 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from support.programs.random_programs import Program, programs
 from support.programs.search_cases import MESHES, SLOW, cost_model
-from support.search.limited_problem import limited
 from support.search.search_limited import Everything, Limited
 
 from distgraph.passes.search.intra_op.formulate import Formulation, formulate
+from distgraph.passes.search.intra_op.memory_limit import MemoryLimit, limited
 from distgraph.passes.search.solver import solve
+from distgraph.passes.search.solver.problem import Problem
 
 SLACK = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 SPEEDS = (SLOW, 1e-3, 1.0)
@@ -41,16 +42,20 @@ def test_within_every_limit_equals_brute_force(
     formulation, every = formulate(graph, mesh, cost_model(speed)), brute.everything()
     front = every.front()
     for limit in {*front[:3], front[-1], (front[0] + front[-1]) // 2}:
-        found = solve(limited(formulation, limit), seconds=30)
+        found = solve(within(formulation, limit), seconds=30)
         assert found.status == "optimal"
         assert found.objective == pytest.approx(every.within(limit), rel=1e-9, abs=1e-15)
     is_infeasible(formulation, every, front[0] - 1)
     is_infeasible(formulation, every, front[0] // 2)
 
 
+def within(formulation: Formulation, limit: float) -> Problem:
+    return limited(formulation, formulation.problem, MemoryLimit(limit))
+
+
 def is_infeasible(formulation: Formulation, every: Everything, limit: float) -> None:
     """Proved, with a time at which all choices use too much, and no more bytes missing than are."""
-    found = solve(limited(formulation, limit), seconds=30)
+    found = solve(within(formulation, limit), seconds=30)
     assert found.status == "infeasible"
     assert found.choice is None
     short = {time: least - limit for time, least in every.least.items() if least > limit}

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 from support.programs.searched import Program, gpt, two_by_two
 
-from distgraph.engine.search_driver.layout_costs import LayoutCosts, LayoutQuery
+from distgraph.engine.search_driver.layout_costs import LayoutCosts
+from distgraph.engine.search_driver.layout_variants import LayoutQuery
 from distgraph.engine.search_driver.search_space import Shape, pools_of
 from distgraph.passes.search.intra_op.formulate import Formulation
 from distgraph.passes.search.intra_op.solution_cache import VARIABLE

@@ -1,0 +1,123 @@
+"""Layouts within the memory of a device: the intra-operator problem with the bytes that a stage may hold.
+
+*In:* a formulation, a limit. *Out:* its problem with uses of memory, and the best choice that fits.
+*Invariant:* bytes and lifetimes are those of the cost terms and of `Lifetimes`, as in the estimates of stages
+and in the runtime's memory plan.
+
+The problem lays out the whole program, a pipeline of p stages has about a p-th of it on each. With l
+micro-batches in flight, a stage fits where
+
+    (sum fixed + l sum activations) / p + scratch(t)  <=  limit     at every time t
+
+so that the uses of the problem are fixed + l activations and p times scratch, within p times the limit. The
+problem does not know copies of values that have no node; where the profile of its choice needs more than the
+limit, it is solved again within as much less, by bisection where nothing is as small, and without such copies
+where that does not help.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from distgraph.passes.search.intra_op.chosen_layouts import Profile
+from distgraph.passes.search.intra_op.formulate import Formulation
+from distgraph.passes.search.solver.problem import Problem, Solution, Use
+
+__all__ = ["MemoryLimit", "limited", "solve_within"]
+
+_ROUNDS = 4
+"""How often a limit is lowered, at most, until copies without a node fit, too."""
+_NONE = Solution(None, math.inf, math.inf, math.inf, "infeasible", message="layouts take too much memory")
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLimit:
+    """What one of several stages with about equal parts of a program may hold.
+
+    Attributes:
+        nbytes: of a device.
+        stages: of the pipeline.
+        live: micro-batches in flight on the stage that holds most.
+    """
+
+    nbytes: float
+    stages: int = 1
+    live: int = 1
+
+    def needed(self, profile: Profile) -> float:
+        """Bytes that a stage needs by the costs of layers."""
+        held = float(profile.fixed.sum() + self.live * profile.activations.sum())
+        return held / self.stages + float(profile.temporary.max(initial=0.0))
+
+
+def limited(formulation: Formulation, problem: Problem, limit: MemoryLimit) -> Problem:
+    """A problem of a formulation with its uses of memory and the limit."""
+    terms, end = formulation.cost_terms, len(formulation.graph.ops) + 1
+    uses: list[list[Use]] = []
+    for fixed, activations in zip(terms.fixed, terms.activations, strict=True):
+        persistent = fixed + limit.live * activations
+        uses.append([Use(0, end, persistent)] if persistent.any() else [])
+    for number, lifetime in enumerate(formulation.lifetimes.of):
+        stored = formulation.term_builder.storage_bytes(number) if lifetime.kind == "temporary" else None
+        if stored is not None:
+            uses[stored[0]].append(Use(lifetime.start, lifetime.stop, limit.stages * stored[1]))
+    return replace(problem, uses=tuple(map(tuple, uses)), limit=limit.stages * limit.nbytes)
+
+
+def solve_within(
+    formulation: Formulation,
+    problem: Problem,
+    limit: MemoryLimit | None,
+    solve: Callable[[Problem], Solution],
+) -> Solution:
+    """The best choice whose profile keeps a limit.
+
+    Args:
+        formulation: of the problem.
+        problem: of the formulation, with what is forbidden.
+        limit: of a stage; None for the problem as it is.
+        solve: a solver; it is not called where the least uses of all nodes exceed the limit.
+
+    Returns:
+        The solution of the problem that was solved last; without a choice where none is found that fits.
+    """
+    if limit is None:
+        return solve(problem)
+    low, high, allowed = -math.inf, limit.nbytes, limit.nbytes
+    for _ in range(_ROUNDS):
+        solution = _solved(limited(formulation, problem, replace(limit, nbytes=allowed)), solve)
+        excess = _excess(formulation, solution, limit)
+        if excess <= 0 or (solution.choice is None and allowed == limit.nbytes):
+            return solution
+        if solution.choice is None:
+            low = allowed
+        else:
+            high = allowed
+        allowed = max(allowed - excess, (low + high) / 2)
+    solution = _solved(limited(formulation, _without_copies(formulation, problem), limit), solve)
+    return solution if _excess(formulation, solution, limit) <= 0 else _NONE
+
+
+def _solved(problem: Problem, solve: Callable[[Problem], Solution]) -> Solution:
+    assert problem.limit is not None
+    return _NONE if problem.least_peak()[1] > problem.limit else solve(problem)
+
+
+def _excess(formulation: Formulation, solution: Solution, limit: MemoryLimit) -> float:
+    """Bytes that the choice of a solution needs above a limit; infinite without a choice."""
+    if solution.choice is None:
+        return math.inf
+    return limit.needed(formulation.profile(solution.choice)) - limit.nbytes
+
+
+def _without_copies(formulation: Formulation, problem: Problem) -> Problem:
+    """A problem that forbids copies without a node that last as long as what they are copies of."""
+    terms, costs = formulation.cost_terms, dict(zip(problem.edges, problem.edge_costs, strict=True))
+    for copies in (terms.fixed_copies, terms.activation_copies):
+        for edge, nbytes in copies.items():
+            costs[edge] = np.where(nbytes > 0, np.inf, costs[edge])
+    return replace(problem, edge_costs=tuple(costs.values()))

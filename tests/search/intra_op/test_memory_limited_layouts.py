@@ -1,0 +1,97 @@
+"""The search looks for the fastest layouts within a device's memory where the fastest ones do not fit."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from support.programs.search_cases import MESHES, SLOW, cost_model
+from support.programs.searched import PROGRAMS, two_by_two
+
+from distgraph import ops
+from distgraph.engine.commands.plan_search import SearchOptions, search
+from distgraph.engine.search_driver import layout_costs
+from distgraph.engine.search_driver.layout_costs import LayoutCosts
+from distgraph.engine.search_driver.layout_variants import Variant
+from distgraph.engine.search_driver.search_space import Shape, pools_of, submeshes_of
+from distgraph.passes.search.intra_op.formulate import formulate
+from distgraph.passes.search.intra_op.memory_limit import MemoryLimit, solve_within
+from distgraph.passes.search.solver import solve
+from distgraph.plan.constraints import SearchConstraints
+from distgraph.tracing.tracer import Trace
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Problems get time enough, however busy the machine is."""
+    monkeypatch.setattr(layout_costs, "SOLVE_SECONDS", 60.0)
+
+
+GRID = Shape((("dp", 2), ("tp", 2)))
+
+
+def variants_within(memory: str) -> tuple[tuple[Variant, ...], MemoryLimit]:
+    """Layouts of a small GPT on all four devices, with this memory each."""
+    cluster = two_by_two(memory=memory)
+    costs = LayoutCosts(PROGRAMS["gpt"].compile_request(), cluster, pools_of(cluster))
+    whole = submeshes_of(costs.pools)[-1]
+    return costs.variants(1, whole, GRID, "none"), costs.memory_limit(1, whole)
+
+
+@pytest.mark.parametrize(("memory", "gain"), [("75.6 KiB", math.inf), ("88.6 KiB", 1.02)])
+def test_the_fastest_layouts_that_fit(memory: str, gain: float) -> None:
+    """Faster than those of every memory multiplier that fit, where any of these does."""
+    variants, limit = variants_within(memory)
+    within = [v for v in variants if v.memory_limit == limit]
+    by_multiplier = [v for v in variants if v.memory_limit is None]
+    assert len(within) == 1
+    assert limit.needed(within[0].profile) <= limit.nbytes < limit.needed(by_multiplier[0].profile)
+    fit = [v.profile.seconds(1) for v in by_multiplier if limit.needed(v.profile) <= limit.nbytes]
+    assert min(fit, default=math.inf) >= gain * within[0].profile.seconds(1)
+    assert within[0].profile.seconds(1) >= by_multiplier[0].profile.seconds(1)
+
+
+def test_no_limit_where_the_fastest_layouts_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LayoutCosts, "limited_variants", None)  # a call would fail
+    variants, _ = variants_within("1 MiB")
+    assert [v.memory_limit for v in variants] == [None]
+
+
+def test_a_search_finds_a_faster_plan_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its forecast, on devices where the fastest plan of multipliers alone is slower."""
+    options = SearchOptions(
+        seconds=3600.0, processes=1, constraints=SearchConstraints(stages=1, micro_batches=1)
+    )
+    cluster = two_by_two(memory="92 KiB")
+    within = search(PROGRAMS["gpt"].compile_request(), cluster, options).forecast
+    monkeypatch.setattr(LayoutCosts, "limited_variants", lambda *given: ())
+    before = search(PROGRAMS["gpt"].compile_request(), cluster, options).forecast
+    assert within is not None
+    assert before is not None
+    assert max(within.memory) <= 92 * 1024
+    assert within.seconds < before.seconds
+
+
+@pytest.mark.parametrize("speed", [SLOW, 1.0])
+def test_equal_to_brute_force(speed: float) -> None:
+    """At every limit: the least objective of all choices whose profile keeps it."""
+    trace = Trace("chain")
+    with trace.activate():
+        x = trace.source("input", "x", (8, 4), "f32")
+        w = trace.source("param", "w", (4, 6), "f32")
+        graph = trace.finish({"y": ops.tanh(ops.matmul(x, w))})
+    formulation = formulate(graph, MESHES[0], cost_model(speed))
+    problem, one = formulation.problem, MemoryLimit(math.inf)
+    every = itertools.product(*(range(len(costs)) for costs in problem.costs))
+    possible = [choice for choice in every if math.isfinite(problem.objective(choice))]
+    costs = np.array([problem.objective(choice) for choice in possible])
+    needs = np.array([one.needed(formulation.profile(choice)) for choice in possible])
+    for nbytes in np.unique(needs):
+        found = solve_within(
+            formulation, problem, MemoryLimit(float(nbytes)), lambda each: solve(each, seconds=30)
+        )
+        assert found.objective == pytest.approx(costs[needs <= nbytes].min(), rel=1e-9)
+    least = MemoryLimit(float(needs.min()) - 1)
+    assert solve_within(formulation, problem, least, solve).choice is None
