@@ -2,7 +2,8 @@
 
 In:   an annotated serial graph.
 Out:  a completed graph.
-Invariant: annotations stay. A completion that computes in fewer parts than the first one is never chosen.
+Invariant: annotations stay. A completion that computes in fewer parts than the first one, or that lays the
+    tensors of a distributed algorithm out otherwise, is never chosen.
     Ties go to the first policy, so that a program without competing annotations is completed as by
     `complete`.
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 from distgraph.ir.graph import Graph
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.op_registry import flops
+from distgraph.ir.sharding_spec import DistAttr
 from distgraph.passes.complete import complete
 from distgraph.passes.layout_local_search import BUDGET, Refined, refined
 from distgraph.passes.partition import RankProgram
@@ -56,6 +58,8 @@ def choose_completion(
     left, work = budget - best.work, operations(first)
     for number, policy in enumerate(policies, 1):
         completed = complete(graph, default, policy)
+        if _of_algorithms(completed) != _of_algorithms(first):
+            continue  # an algorithm allows few layouts, and may refuse those of another policy
         if not search and operations(completed) > _SLACK * work:
             continue
         other = _measured(completed, price, search, left / (1 + len(policies) - number))
@@ -68,6 +72,12 @@ def choose_completion(
 def _measured(completed: Graph, price: Price, search: bool, budget: float) -> Refined:
     """A completion with its cost: refined if `search`, else as it is."""
     return refined(completed, price, budget) if search else Refined(sent(completed), completed, 0.0)
+
+
+def _of_algorithms(completed: Graph) -> list[DistAttr]:
+    """Layouts of what distributed algorithms read and return."""
+    ops = (op for op in completed.ops if op.name in completed.algorithms)
+    return [completed.attrs[value.name] for op in ops for value in (*op.operands, *op.results)]
 
 
 def sent(completed: Graph) -> float:

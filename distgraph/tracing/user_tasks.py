@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from distgraph.errors import GraphError
 from distgraph.tracing.tracer import Trace, caller
@@ -16,8 +16,7 @@ def _is_task_name(name: object) -> bool:
     return isinstance(name, str) and _TASK_NAME.fullmatch(name) is not None
 
 
-@contextmanager
-def task(name: str) -> Iterator[None]:
+def task(name: str) -> AbstractContextManager[None]:
     """Ops inside are a task of their own: what a schedule orders, and a rank runs without interruption.
 
     By default all forward ops of a pipeline stage are one task, all backward ops another, and all updates a
@@ -34,15 +33,21 @@ def task(name: str) -> Iterator[None]:
     Example:
         `with dg.task(f"attention{n}"): x = x + attention(x)`
     """
+    where = caller()
     if not _is_task_name(name):
         raise GraphError(
-            f"task ({caller()}): name is {name!r} but must begin with a letter, have only letters, digits "
+            f"task ({where}): name is {name!r} but must begin with a letter, have only letters, digits "
             'and "_.-", and not begin with "after."; choose another'
         )
+    return _opened(name, where)
+
+
+@contextmanager
+def _opened(name: str, where: str) -> Iterator[None]:
     trace = Trace.current()
     if trace.task:
         raise GraphError(
-            f"task {name!r} ({caller()}) is inside of task {trace.task!r}; tasks do not contain each other: "
+            f"task {name!r} ({where}) is inside of task {trace.task!r}; tasks do not contain each other: "
             "end the first one before"
         )
     with trace.naming(name):

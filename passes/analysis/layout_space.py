@@ -4,7 +4,8 @@ In:   a completed graph.
 Out:  for every op its possible layouts and, for each of these, the layouts in which it produces its results
     and reads its operands; for every value its producer and its readers.
 Invariant: in no option is a contraction computed in fewer parts than by completion (unless its result is
-      annotated), or a parameter or state stored in fewer. Annotated values have one option.
+      annotated), or a parameter or state stored in fewer. Annotated values have one option, and so have ops
+      that a distributed algorithm computes, with what they read and return.
 """
 
 from __future__ import annotations
@@ -94,7 +95,8 @@ class LayoutSpace:
         assert layout is not None
         rule, linear, reduction = rule_of(op), linear_groups(op), lookup(op.kind).reduction
         fixed = op.kind == "reshard" or (op.kind in SOURCES and self.graph.attrs[op.name].pinned)
-        options = [layout] if fixed else self._options(op, layout)
+        chosen = fixed or op.name in self.graph.algorithms  # an algorithm allows few layouts only
+        options = [layout] if chosen else self._options(op, layout)
         if fixed:
             produced = [tuple(self.layouts.number(self.graph.attrs[v.name]) for v in op.results)]
             read = [produced[0] * len(op.operands)]
@@ -137,11 +139,13 @@ class LayoutSpace:
         graph = self.graph
         replaced = {new.name: position[old] for old, new in graph.updates}
         leaving = {value.name for _, value in graph.outputs}
+        computed = (graph.producers[name] for name in graph.algorithms)
+        fixed = {value.name for op in computed for value in (*op.operands, *op.results)}
         edges = []
         for number, op in enumerate(graph.ops):
             for place, value in enumerate(op.results):
                 attr = graph.attrs[value.name]
-                pinned = attr if attr.pinned else None
+                pinned = attr if attr.pinned or value.name in fixed else None
                 source = op.kind in SOURCES
                 size = itemsize(value.dtype)
                 kind = ValueKind(value.shape, size, pinned, value.name in leaving, source)

@@ -168,13 +168,15 @@ class _Walk:
         """
         self.done.add(block)
         trace, once = self.trace, set[str]()
+        names = {op.task for op in self.forward if trace.recomputed.get(op.name) == block}
+        task = None if len(names) == 1 else ""  # a block of several tasks is recomputed before them, in none
         for op in self.forward:
             if trace.recomputed.get(op.name) != block or not op.operands:
                 continue
             if op.kind == "accumulate" or any(v.name in once for v in op.operands):
                 once.update(v.name for v in op.results)
                 continue
-            with trace.on_behalf_of(op.name, op.scope, op.source):
+            with trace.on_behalf_of(op.name, op.scope, op.source, task):
                 copies = trace.emit(
                     op.kind, [Tensor(self.again.get(v.name, v), trace) for v in op.operands], op.attrs
                 )

@@ -33,7 +33,7 @@ _SAME_NUMBERS = ("add", "cast", "reshape", "transpose", "broadcast_to", "identit
 """Ops between a product and the accumulation of its result, or of which only a product reads the result."""
 
 
-@register_pass("split_backward", stage="tasks", after=("split_tasks", "split_user_tasks"))
+@register_pass("split_backward", stage="tasks", after=("split_user_tasks",))
 def split_backward(parts: Parts) -> Parts:
     """Compute gradients of parameters in tasks of their own."""
     tasks: list[Part] = []

@@ -54,6 +54,30 @@ def test_training_evaluation_and_prediction_equal_serial(shape: tuple[int, int])
     np.testing.assert_allclose(sharded.predict(x), serial.predict(x), rtol=0, atol=1e-12)
 
 
+class Biased(nn.Module):
+    """A layer in dataflow LS with a bias, and one without an algorithm behind it."""
+
+    def __init__(self, mesh: dg.ProcessMesh | None) -> None:
+        self.mesh = mesh
+        self.first, self.second = nn.Linear(24, 48, dtype="f64"), nn.Linear(48, 24, dtype="f64")
+
+    def forward(self, x: dg.Tensor) -> dg.Tensor:
+        first = dg.shard_op(self.first, self.mesh, algorithm="collective", dataflow="LS")
+        return self.second(dg.ops.tanh(first(x)))
+
+
+@pytest.mark.parametrize("refine", ["never", "conflicts", "always"])
+def test_a_bias_does_not_decide_the_layout_of_a_product(refine: str) -> None:
+    """The sum with the bias is what the call returns; the product itself has the layout of the dataflow."""
+
+    def trained(mesh: dg.ProcessMesh | None) -> list[float]:
+        strategy = dg.Strategy(refine=refine)
+        return losses(dg.Engine(Biased(mesh), nn.MeanSquaredError(), optim.SGD(0.1), strategy=strategy))
+
+    expected = trained(None)
+    assert trained(dg.ProcessMesh.grid(rows=2, cols=4)) == pytest.approx(expected, rel=0, abs=1e-12)
+
+
 @pytest.mark.parametrize("algorithm", ["collective", "wang", "summa", "cannon"])
 def test_every_algorithm_trains_and_is_kept_in_a_plan(algorithm: str, tmp_path: Path) -> None:
     mesh = dg.ProcessMesh.grid(rows=2, cols=2)

@@ -122,6 +122,27 @@ def test_every_op_is_in_the_task_that_names_it() -> None:
     assert parse_graph(print_graph(build.completed)).ops == build.completed.ops
 
 
+@pytest.mark.parametrize("given", [{"recompute": True}, {"recompute": [0]}, {"precision": "fp16"}], ids=str)
+def test_recomputation_and_loss_scaling_of_several_tasks(given: dict[str, Any]) -> None:
+    """What is recomputed for several tasks, and the gradients that a norm reads, precede all of them."""
+    meshes = [] if "precision" in given else PIPELINES["pp2"]
+    losses, parameters, _ = trained(Net(meshes), micro_batches=2, **given)
+    serial, expected, _ = trained(Net([], named=False), micro_batches=2, **given)
+    np.testing.assert_allclose(losses, serial, rtol=2e-6)
+    for name, value in expected.items():
+        np.testing.assert_allclose(parameters[name], value, rtol=2e-5, atol=2e-6, err_msg=name)
+
+
+def test_a_recomputed_block_with_two_tasks() -> None:
+    class Whole(Net):
+        def forward(self, x: Any) -> Any:
+            return dg.recompute(super().forward)(x)
+
+    losses, _, _ = trained(Whole([]), micro_batches=2)
+    serial, _, _ = trained(Net([], named=False), micro_batches=2)
+    np.testing.assert_allclose(losses, serial, rtol=2e-6)
+
+
 def test_a_table_orders_tasks() -> None:
     meshes = PIPELINES["pp2"]
     losses, parameters, build = trained(Net(meshes), schedule=TABLE)
@@ -254,12 +275,12 @@ def _in_loop(model: Called, x: Any) -> Any:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (_nested, "task 'inner' .* is inside of task 'outer'"),
+        (_nested, r"task 'inner' \(test_user_tasks.py:\d+\) is inside of task 'outer'"),
         (_twice, "tasks of forward.s0 wait for each other: 'attention' -> 'mlp'"),
         (_around, "task 'mlp' of forward.s0 would wait for itself: its op .* needs .*tanh"),
         (_two_meshes, "task 'mlp' has .*; a task runs on one mesh"),
         (_returning, "task 'mlp' has .* behind ops of another mesh"),
-        (_odd_name, "name is 'a b' but must begin with a letter"),
+        (_odd_name, r"task \(test_user_tasks.py:\d+\): name is 'a b' but must begin with a letter"),
         (_in_loop, "marks a pipeline stage, a task or an output"),
     ],
 )

@@ -43,7 +43,7 @@ def unscaled(trace: Trace, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[tuple
     divided = []
     for parameter, gradient in pairs:
         factor = trace.source("input", SCALE, (), "f32").astype(gradient.dtype)
-        with trace.within(role="optimize"), trace.on_behalf_of(parameter.value.name, "", ""):
+        with trace.within(role="optimize"), trace.on_behalf_of(parameter.value.name, "", "", task=""):
             divided.append((parameter, ops.divide(gradient, factor)))
     return divided
 
