@@ -7,7 +7,7 @@ from support.programs.matrix_products import FLOWS, Product
 from support.programs.search_cases import cluster
 
 from distgraph.ir.matmul_algorithm import MatmulAlgorithm
-from distgraph.runtime.forecast import forecast as forecasting
+from distgraph.runtime.forecast import program_structure
 from distgraph.runtime.forecast.forecast import Forecast, forecast
 from distgraph.runtime.program.build import build
 
@@ -67,7 +67,7 @@ def test_one_rank_is_timed_for_a_ring(ring: str, corners: int, monkeypatch: pyte
     one = forecast(built, cluster((8,)))
     assert one.exact
     meshes = frozenset(built.parts.graph.meshes)
-    monkeypatch.setattr(forecasting, "uneven_meshes", lambda _: meshes)
+    monkeypatch.setattr(program_structure, "uneven_meshes", lambda _: meshes)
     several = forecast(built, cluster((8,)))
     assert (len(one.ranks), len(several.ranks)) == (1, corners)
     assert several.step_seconds == one.step_seconds
