@@ -37,7 +37,7 @@ Example, the order of one stage after another as a table:
     ...     return {(action.stage, time): action for time, action in enumerate(up + down)}
     >>> policy = SchedulePolicy("one stage at a time", table=one_stage_at_a_time)
     >>> policy.table(2, 1)[1, 1]
-    Action(phase='forward', stage=1, micro_batch=0, chunk=0)
+    Action(phase='forward', stage=1, micro_batch=0, chunk=0, task='')
 """
 
 from __future__ import annotations

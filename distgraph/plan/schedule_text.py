@@ -148,7 +148,7 @@ def parse_schedule(text: str, where: str = "schedule") -> TextTable:
     Example:
         >>> table = parse_schedule("mine n=2 m=1\\nF0 -\\n- F0\\n- B0\\nB0 -")
         >>> print(table.actions[1, 1], table.in_flight(0, 2, 1))
-        Action(phase='forward', stage=1, micro_batch=0, chunk=0) 1
+        Action(phase='forward', stage=1, micro_batch=0, chunk=0, task='') 1
     """
     numbered = [(n, line.partition("#")[0].strip()) for n, line in enumerate(text.splitlines(), start=1)]
     lines = [(n, line) for n, line in numbered if line]
