@@ -14,9 +14,13 @@ from support.search.plan_training import trains_as_one_rank
 
 from distgraph.engine.commands.plan_search import SearchOptions
 from distgraph.engine.search_driver import infeasibility
+from distgraph.engine.search_driver.candidate import Candidate, StageChoice, build_candidate
 from distgraph.engine.search_driver.run_search import plan_of_search
+from distgraph.engine.search_driver.search_space import Shape
+from distgraph.engine.search_driver.search_state import SearchState
 from distgraph.errors import InfeasibleError
 from distgraph.ir.range_notation import parse_spans
+from distgraph.passes.search.intra_op.memory_limit import MemoryLimit
 from distgraph.plan.plan import Plan
 from distgraph.resources import Cluster
 
@@ -102,3 +106,17 @@ def test_without_scip_the_plan_is_the_same(monkeypatch: pytest.MonkeyPatch) -> N
     expected = plan_of_search(finished_search(PROGRAMS["mlp"]), SearchOptions(seconds=SECONDS).settings())
     monkeypatch.setitem(sys.modules, "pyscipopt", None)
     assert timeless(PROGRAMS["mlp"].search(two_by_two())) == timeless(expected)
+
+
+def test_a_limit_that_no_layouts_keep_is_left_out_for_the_forecast() -> None:
+    """It may be the limit of a program with other micro-batches; the forecast says what this one lacks."""
+    state = SearchState(PROGRAMS["mlp"].compile_request(), two_by_two(memory="4 KiB"), "auto", 3600)
+    layers = len(state.layout_costs.layered_graph(1).layers)
+    stage = StageChoice(0, layers, (0, 1, 2, 3), Shape((("dp", 2), ("tp", 2))))
+    limited = replace(stage, memory_limit=MemoryLimit(1.0))
+    free, kept = (
+        build_candidate(Candidate("search", (each,), "none", 0.0), state.layout_costs)
+        for each in (stage, limited)
+    )
+    assert kept.completed == free.completed
+    assert not kept.fits

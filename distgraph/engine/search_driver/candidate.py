@@ -18,7 +18,7 @@ from distgraph.engine.compile.strategy_passes import strategy_pipeline
 from distgraph.engine.search_driver.layout_costs import LayoutCosts
 from distgraph.engine.search_driver.layout_variants import LayoutQuery
 from distgraph.engine.search_driver.search_space import Shape
-from distgraph.errors import ShardingError
+from distgraph.errors import InfeasibleError, ShardingError
 from distgraph.ir.gc_pause import collector_paused
 from distgraph.ir.graph import Graph
 from distgraph.ir.mesh import ProcessMesh
@@ -138,12 +138,25 @@ def build_candidate(candidate: Candidate, layout_costs: LayoutCosts) -> BuiltCan
     layered = layout_costs.layered_graph(candidate.micro_batches, candidate.recompute)
     meshes, devices = _meshes(candidate.stages)
     placements = _placements(layered, candidate.stages, meshes)
-    layouts = [layout_costs.stage_layouts(layered, query) for query in _queries(candidate, layout_costs)]
+    layouts = [_stage_layouts(layered, query, layout_costs) for query in _queries(candidate, layout_costs)]
     solved = dict(zip(meshes, layouts, strict=True))
     completed = _completed(layered, placements, solved)
     origin = candidate.origin
     built = build_program(layout_costs, completed, layered, devices, origin, candidate, placements)
     return replace(built, solved=solved)
+
+
+def _stage_layouts(
+    layered: LayeredGraph, query: LayoutQuery, layout_costs: LayoutCosts
+) -> tuple[Formulation, tuple[int, ...]]:
+    """Layouts of a stage within its limit of memory; without it where none are: the limit may be that of a
+    candidate with other micro-batches, and the forecast says whether the program fits."""
+    try:
+        return layout_costs.stage_layouts(layered, query)
+    except InfeasibleError:
+        if query.memory_limit is None:
+            raise
+        return layout_costs.stage_layouts(layered, replace(query, memory_limit=None))
 
 
 def _queries(candidate: Candidate, layout_costs: LayoutCosts) -> list[LayoutQuery]:
