@@ -38,6 +38,7 @@ def test_the_list_is_complete(library: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:SelfAttention will be deprecated:DeprecationWarning")  # of flax
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_a_function_or_module_computes_what_jax_computes(name: str) -> None:
     compare(*CASES[name]())
