@@ -116,14 +116,14 @@ def refused(names: list[str], import_case: Callable[[str], None]) -> dict[str, s
     """The names whose import is refused, with the reason."""
     from distgraph.errors import GraphError
 
-    found = {}
+    reasons = {}
     for name in names:
         try:
             import_case(name)
         except GraphError as error:
             lines = str(error).splitlines()
-            found[name] = " ".join(line.strip() for line in lines[:2])
-    return found
+            reasons[name] = " ".join(line.strip() for line in lines[:2])
+    return reasons
 
 
 # from a config to a plan
@@ -157,18 +157,18 @@ def planned(case: Case, profile: str | None) -> dict[str, Any]:
         strategy = dg.Strategy(mode="auto", devices=case.devices, seconds=case.limit)
         engine = dg.Engine(model, _loss, dg.optim.AdamW(1e-4), strategy=strategy, cluster=cluster)
         batch = np.zeros((case.batch, POSITIONS), np.int32)
-        found = engine.prepare((batch, batch)).portable
-        text = str(found)
+        searched = engine.prepare((batch, batch)).portable
+        text = str(searched)
         seconds, used = time.perf_counter() - start, _cpu_seconds() - cpu
-        assert found.forecast is not None
+        assert searched.forecast is not None
         return {
             "seconds": seconds,
             "cpu_seconds": used,
             "import_seconds": imported,
             "import_cpu_seconds": imported_cpu,
-            "step_seconds": found.forecast.seconds,
-            "stages": len(found.stages),
-            "micro_batches": found.micro_batches,
+            "step_seconds": searched.forecast.seconds,
+            "stages": len(searched.stages),
+            "micro_batches": searched.micro_batches,
             "explanation_lines": len(text.splitlines()),
         }
 
@@ -232,14 +232,14 @@ def main() -> None:
         print(f"{'model':<16}" + "".join(f"{name:>10}" for name in names))
     for name, case in cases.items():
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-            found = pool.submit(planned, case, given.profile).result()
+            row = pool.submit(planned, case, given.profile).result()
         keys = "seconds", "cpu_seconds", "import_seconds", "import_cpu_seconds", "peak_gib", "step_seconds"
-        decimals = "".join(f"{found[key]:>10.2f}" for key in keys)
-        print(f"{name:<16}{decimals}{found['stages']:>10}{found['micro_batches']:>10}", flush=True)
-        figures["plans"][name] = found
+        decimals = "".join(f"{row[key]:>10.2f}" for key in keys)
+        print(f"{name:<16}{decimals}{row['stages']:>10}{row['micro_batches']:>10}", flush=True)
+        figures["plans"][name] = row
         key = {"llama8b_64": "llama8b", "llama70b_512": "llama70b_512"}[name]
-        figures[f"{key}_seconds"] = found["seconds"]
-        figures[f"{key}_peak_gib"] = found["peak_gib"]
+        figures[f"{key}_seconds"] = row["seconds"]
+        figures[f"{key}_peak_gib"] = row["peak_gib"]
     if given.json:
         given.json.write_text(json.dumps(figures, indent=1))
 

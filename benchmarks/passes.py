@@ -182,8 +182,8 @@ def exposed(buckets: bool) -> tuple[float, float, float]:
             if local.mode == "comm.all_reduce":
                 nbytes = sum(value.nbytes for value in local.op.operands)
                 alone += cost.time("all_reduce", mesh.members, nbytes)
-    found = forecast(made, cluster)
-    return max(found.exposed_seconds.values()), alone, found.step_seconds
+    result = forecast(made, cluster)
+    return max(result.exposed_seconds.values()), alone, result.step_seconds
 
 
 def overlap_figures() -> dict[str, float]:
@@ -223,7 +223,7 @@ def precision_figures(pairs: int) -> dict[str, float]:
     tokens = np.random.default_rng(0).integers(0, 256, (8, 65)).astype("i4")
     batch = tokens[:, :-1], tokens[:, 1:]
     engines = [precision_engine(precision) for precision in ("bf16", None)]
-    found = []
+    ratios = []
     for number in range(pairs + 2):
         seconds = []
         for engine in engines:
@@ -231,11 +231,11 @@ def precision_figures(pairs: int) -> dict[str, float]:
             engine.run(batch)
             seconds.append(time.process_time() - start)
         if number >= 2:  # the first steps compile
-            found.append(seconds[0] / seconds[1])
+            ratios.append(seconds[0] / seconds[1])
     for engine in engines:
         engine.close()
     return {
-        "bf16_step_over_f32": statistics.median(found),
+        "bf16_step_over_f32": statistics.median(ratios),
         "forecast_a100_bf16_step_over_f32": forecast_step("bf16") / forecast_step(None),
     }
 

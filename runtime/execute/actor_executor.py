@@ -110,7 +110,7 @@ class ActorExecutor:
     def _lead(self, actors: GroupActors, run: Act, post: Act) -> None:
         arrived = dict.fromkeys(self._incoming, 0)
         self._signals = self._expected_signals(actors, arrived)
-        unannounced: list[Instance] = []  # receives to post that the other ranks have not been told of
+        unannounced: list[Instance] = []  # receives that the other ranks do not know of yet
         while not actors.all_finished:
             for name, micro in actors.new_posts():
                 post(name, micro)

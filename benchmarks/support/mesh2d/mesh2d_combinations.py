@@ -85,13 +85,13 @@ def run() -> dict[str, Any]:
 
 def main() -> None:
     """Print the ranges and the nearest combinations."""
-    found = run()
-    print(f"{found['count']} combinations")
-    for key, row in found["range"].items():
+    result = run()
+    print(f"{result['count']} combinations")
+    for key, row in result["range"].items():
         print(f"{key:32s}" + "".join(f"  {name} {value:7.1f}" for name, value in row.items()))
-    for each in found["most_within_5_points"]:
+    for each in result["most_within_5_points"]:
         numbers = "  ".join(f"{value:.1f}" for value in each["figures"].values())
-        print(f"{each['within']} of {len(found['range'])}: {each['name']}: {numbers}")
+        print(f"{each['within']} of {len(result['range'])}: {each['name']}: {numbers}")
 
 
 if __name__ == "__main__":

@@ -114,7 +114,7 @@ def program(algorithm: str, layers: Sequence[Layer], chips: int, first: str, dty
 def one_axis(algorithm: str, layers: tuple[Layer, ...], chips: int) -> OneAxis:
     """An algorithm of one axis in its best layout, for a block of layers."""
     assert algorithm in ONE_AXIS
-    found = []
+    layouts = []
     more = tuple(replace(layer, name=f"{layer.name}.next") for layer in layers)
     for first in ("samples",) if algorithm == "fsdp" else ("columns", "rows"):
         builds = [program(algorithm, each, chips, first) for each in (layers, (*layers, *more))]
@@ -124,5 +124,5 @@ def one_axis(algorithm: str, layers: tuple[Layer, ...], chips: int) -> OneAxis:
             one, two = (forecast(built, cluster, devices) for built in builds)
             times = [task.last for task in one.tasks.values()]
             compute, messages = sum(time.compute for time in times), sum(time.communication for time in times)
-            found.append(OneAxis(mesh, first, two.step_seconds - one.step_seconds, compute, messages))
-    return min(found, key=lambda each: each.seconds)
+            layouts.append(OneAxis(mesh, first, two.step_seconds - one.step_seconds, compute, messages))
+    return min(layouts, key=lambda each: each.seconds)

@@ -61,7 +61,7 @@ def _restored(x: Any, lead: tuple[int, ...]) -> Any:
 
 
 def _mask_kind(mask: Any, queries: int, keys: int) -> str:
-    """What a mask is: "none" (it hides nothing), "causal" or "other"; found once for all its layers."""
+    """What a mask is: "none" (it hides nothing), "causal" or "other"; computed once for all readers."""
     if mask is None:
         return "none"
     if not isinstance(mask, Constant):
