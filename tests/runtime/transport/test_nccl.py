@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -121,3 +122,24 @@ def test_without_cupy_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(RuntimeFault, match=r"CuPy with NCCL cannot be loaded .*; install it with"):
         nccl.NcclTransport(connect(1)[0])
+
+
+def test_both_ends_of_a_wire_find_the_same_one() -> None:
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # threads change between any two steps of the interpreter
+    try:
+        for _ in range(300):
+            network, found, start = fake_cupy.Network(), [], threading.Barrier(2)
+
+            def look(network: Any = network, found: list[Any] = found, start: Any = start) -> None:
+                start.wait()
+                found.append(network.wire(0, 0, 1))
+
+            threads = [threading.Thread(target=look) for _ in range(2)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert found[0] is found[1]
+    finally:
+        sys.setswitchinterval(interval)

@@ -45,7 +45,7 @@ class Network:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.ids = itertools.count()
-        self.wires: dict[Any, queue.Queue[Any]] = defaultdict(queue.Queue)
+        self._wires: dict[Any, queue.Queue[Any]] = {}
         self.barriers: dict[Any, threading.Barrier] = {}
         self.tables: dict[Any, dict[int, Any]] = defaultdict(dict)
         self.calls: list[str] = []
@@ -56,6 +56,11 @@ class Network:
             self.tables[key][rank] = item
         barrier.wait()
         return [self.tables[key][i] for i in range(size)]
+
+    def wire(self, unique: int, source: int, target: int) -> queue.Queue[Any]:
+        """What one rank sent another; whichever of the two threads asks first makes it."""
+        with self.lock:
+            return self._wires.setdefault((unique, source, target), queue.Queue())
 
 
 def make(  # noqa: C901 - one small class each
@@ -107,11 +112,12 @@ def make(  # noqa: C901 - one small class each
             mine[...] = network.meet((self.unique, self.calls), self.size, self.rank, mine.copy())[root]
 
         def send(self, buffer: int, count: int, kind: int, peer: int, stream: int) -> None:
-            network.wires[self.unique, self.rank, peer].put(memory(buffer, count, kind).copy())
+            network.wire(self.unique, self.rank, peer).put(memory(buffer, count, kind).copy())
 
         def recv(self, buffer: int, count: int, kind: int, peer: int, stream: int) -> None:
             def take() -> None:
-                memory(buffer, count, kind)[...] = network.wires[self.unique, peer, self.rank].get(timeout=20)
+                sent = network.wire(self.unique, peer, self.rank).get(timeout=20)
+                memory(buffer, count, kind)[...] = sent
 
             if getattr(local, "group", None) is None:
                 take()
