@@ -18,9 +18,10 @@ in the fastest layouts, the fastest ones are solved for within the memory of a d
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
@@ -53,9 +54,10 @@ from distgraph.resources.runtimes.runtime_model import RuntimeModel
 MEMORY_MULTIPLIERS = (0.0, 0.3, 3.0)
 """Seconds that a rank's whole memory costs, in steps of the layouts that are fastest."""
 SOLVE_SECONDS = 2.0
+"""Seconds of work, see `solver.solve`."""
 GAP = 1e-3
 _LARGE_GAP, _MORE_TIME = 0.1, 5.0
-"""A solution with this gap to its bound is solved again, with this many times the seconds."""
+"""A solution with this gap to its bound is solved again, with this many times the work."""
 _REACH = 4
 """The ratio of two micro-batch counts up to which a choice is carried over from one to the other."""
 _SERIAL_SECONDS = 0.3
@@ -64,17 +66,17 @@ _SMALLER = 1.02
 """A variant is one of its own where the one before needs this many times its memory."""
 
 
-def solve_problem(problem: Problem, first: bool = False) -> Solution:
-    """Solve a problem of layouts; once more with more time where the gap to the bound is large.
+def solve_problem(problem: Problem) -> Solution:
+    """Solve a problem of layouts; once more with more work where the gap to the bound is large.
 
-    A few seconds are plenty, unless much of them goes by while the machine is busy. The `first` problem of a
-    search has more time because loops of the solver may be compiled meanwhile.
+    The answer does not depend on how busy the machine is; a warning says where the wall clock ended a search.
     """
-    seconds = _MORE_TIME * SOLVE_SECONDS if first else SOLVE_SECONDS
-    solution = solve_cached(problem, seconds=seconds, gap=GAP)
-    if solution.status == "infeasible" or solution.gap <= _LARGE_GAP:
-        return solution
-    return solve_cached(problem, seconds=_MORE_TIME * SOLVE_SECONDS, gap=GAP)
+    solution = solve_cached(problem, seconds=SOLVE_SECONDS, gap=GAP)
+    if solution.status != "infeasible" and solution.gap > _LARGE_GAP:
+        solution = solve_cached(problem, seconds=_MORE_TIME * SOLVE_SECONDS, gap=GAP)
+    if solution.cut:
+        warnings.warn(f"{problem.name}: {solution.message}", RuntimeWarning, stacklevel=2)
+    return solution
 
 
 Item = TypeVar("Item")
@@ -282,8 +284,7 @@ class LayoutCosts:
         formulation = formulation.with_memory(memory_multiplier=query.memory_multiplier)
         if key not in self._solutions.choices:
             problem = restricted(formulation, query.restriction)
-            solver = partial(solve_problem, first=not self._solutions.choices)
-            solution = solve_within(formulation, problem, query.memory_limit, solver)
+            solution = solve_within(formulation, problem, query.memory_limit, solve_problem)
             if solution.choice is None:
                 reason = solution.message or solution.status
                 raise InfeasibleError(

@@ -2,7 +2,7 @@
 
 The name of an entry is the SHA-256 of the problem (costs, edges, uses and limit as 64-bit numbers; not names
 and labels) and of the version of the solver. A solution in the cache is returned if it reaches the requested
-gap, or if at least the requested time was spent on it. Otherwise the solver starts from it.
+gap, or if at least the requested limit was given to it. Otherwise the solver starts from it.
 
 An entry is verified before use. A checksum covers its content and its name. The choice is tested against the
 constraints, its cost is recomputed, and the bound is refused if a change of one node of the choice gives a
@@ -24,7 +24,6 @@ import math
 import os
 import re
 import stat
-import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +40,7 @@ from distgraph.serialization.documents import Entry as FileEntry
 from distgraph.serialization.documents import Record, dumps, parsed, read_json, validate
 
 VARIABLE = "DISTGRAPH_CACHE"
-SOLVER = 3
+SOLVER = 4
 """Version of the solver, part of every name. Raise it when the solver gives better solutions."""
 
 _LIMIT = 64 << 20
@@ -64,7 +63,7 @@ def solve_cached(
 
     Args:
         problem: the problem.
-        seconds: wall-clock limit.
+        seconds: limit of the work, see `solver.solve`.
         gap: stop when (objective - bound) / |objective| is at most this.
         cache: the cache; by default that in `cache_directory`.
 
@@ -77,10 +76,9 @@ def solve_cached(
     if entry is not None and entry.suffices(seconds, gap):
         return entry.solution
     start = None if entry is None else entry.solution.choice
-    began = time.perf_counter()
     solution = solve(problem, seconds=seconds, gap=gap, start=start)
-    spent = time.perf_counter() - began  # less than the limit if it was interrupted
-    cache.put(name, solution, min(seconds, spent))
+    whole = not (solution.interrupted or solution.cut)  # else asking again may give a better one
+    cache.put(name, solution, seconds if whole else 0.0)
     return solution
 
 
@@ -121,7 +119,7 @@ def digest(problem: Problem) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A solution, and the seconds that the solver took for it, at most its time limit."""
+    """A solution, and the limit in seconds of work that the solver had for it; 0 where it did not use it."""
 
     solution: Solution
     seconds: float

@@ -11,12 +11,14 @@ import numpy as np
 
 from distgraph.passes.search.solver.infeasible_problem import explain_shortage
 from distgraph.passes.search.solver.problem import Problem, Solution, Status, gap_of
+from distgraph.passes.search.solver.work import Work
 
 __all__ = ["Incumbent"]
 
 _ROUNDING = 1e-9  # gap below which a choice counts as optimal: sums of floats are no more exact
 _WITHIN = 1.0 - 1e-6  # of the gap, so that a bound at the cutoff reaches the gap in spite of rounding
 _RESERVE = 0.02  # of the seconds, for what is under way when they are over
+_CUT = "the wall clock ended the search before its work was done: another time the choice may be another"
 
 
 class Incumbent:
@@ -24,7 +26,7 @@ class Incumbent:
 
     Args:
         problem: what is solved.
-        seconds: wall-clock limit of the search.
+        seconds: limit of the search, in seconds of work (`Work`).
         gap: (objective - bound) / |objective| at which the search may end.
 
     Attributes:
@@ -32,6 +34,8 @@ class Incumbent:
         objective: its cost; inf where none is known.
         bound: no choice costs less.
         infeasible: whether it is proved that there is no choice.
+        interrupted: whether the user ended the search.
+        work: what was done so far.
         seconds: wall-clock seconds of every phase so far.
         message: what else there is to say.
     """
@@ -40,11 +44,10 @@ class Incumbent:
         self.problem, self.gap = problem, max(gap, _ROUNDING)
         self.choice: tuple[int, ...] | None = None
         self.objective, self.bound = math.inf, -math.inf
-        self.infeasible = False
+        self.infeasible = self.interrupted = False
         self.seconds: dict[str, float] = {}
         self.message = ""
-        self._began = time.perf_counter()
-        self._limit = (1 - _RESERVE) * seconds
+        self.work = Work((1 - _RESERVE) * seconds)
         self._shortage: tuple[int | None, float] = (None, 0.0)
 
     @property
@@ -55,15 +58,15 @@ class Incumbent:
         return self.objective - _WITHIN * self.gap * abs(self.objective)
 
     def left(self) -> float:
-        """Seconds until the limit; 0 when the gap is reached or the problem is infeasible."""
+        """Seconds of work until the limit; 0 when the gap is reached or the problem is infeasible."""
         if self.infeasible or gap_of(self.objective, self.bound) <= self.gap:
             return 0.0
-        return self._limit - (time.perf_counter() - self._began)
+        return self.work.left()
 
     def until(self, seconds: float) -> Callable[[], float]:
-        """Seconds left of some seconds from now, or of the whole search where that is less."""
-        end = time.perf_counter() + seconds
-        return lambda: min(self.left(), end - time.perf_counter())
+        """Seconds of work left of some from now, or of the whole search where that is less."""
+        end = self.work.seconds + seconds
+        return lambda: min(self.left(), end - self.work.seconds)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -113,15 +116,18 @@ class Incumbent:
 
     def solution(self) -> Solution:
         """What is known now."""
-        seconds = dict(self.seconds)
+        if self.work.cut:
+            self.message = "; ".join(filter(None, [_CUT, self.message]))
+        seconds, ended = dict(self.seconds), (self.work.cut, self.interrupted)
         if self.choice is None:
             status: Status = "infeasible" if self.infeasible else "unknown"
             bound = math.inf if self.infeasible else self.bound
             when, missing = self._shortage
             return Solution(
-                None, math.inf, bound, math.inf, status, seconds, when, missing, message=self.message
+                None, math.inf, bound, math.inf, status, seconds, when, missing, self.message, *ended
             )
         bound = min(self.bound, self.objective)
         gap = gap_of(self.objective, bound)
         status = "optimal" if gap <= _ROUNDING else "feasible"
-        return Solution(self.choice, self.objective, bound, gap, status, seconds, message=self.message)
+        figures = self.choice, self.objective, bound, gap, status, seconds
+        return Solution(*figures, message=self.message, cut=self.work.cut, interrupted=self.interrupted)

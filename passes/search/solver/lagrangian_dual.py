@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from distgraph.ir.float_arrays import Floats
 from distgraph.passes.search.solver.flat_problem import Flat, Ints
 from distgraph.passes.search.solver.message_passing import Messages
+from distgraph.passes.search.solver.work import Work
 
 __all__ = ["Dual"]
 
@@ -41,10 +42,17 @@ class Dual:
         choice: [nodes], rounded in the last step; may break the limit or a pair.
         counts: [strategies], how often rounding took each, older steps less.
         steps: how many there have been.
+        work: where they are counted, if anywhere.
     """
 
-    def __init__(self, flat: Flat, vectors: Floats | None = None, prices: Floats | None = None) -> None:
-        self.flat = flat
+    def __init__(
+        self,
+        flat: Flat,
+        vectors: Floats | None = None,
+        prices: Floats | None = None,
+        work: Work | None = None,
+    ) -> None:
+        self.flat, self.work = flat, work
         self.messages = Messages(flat, vectors)
         self.prices = np.zeros(len(flat.room)) if prices is None else prices
         self.bound = -math.inf
@@ -76,6 +84,8 @@ class Dual:
             self._best = (self.prices, self.messages.vectors.copy())
         self._idle = 0 if bound > before + 1e-5 * abs(before) or before == -math.inf else self._idle + 1
         self.steps += 1
+        if self.work is not None:
+            self.work.add_pass(2 * len(flat.table) + len(flat.amount))
         if self._idle > _PATIENCE:
             self._length, self._idle = self._length * 0.7, 0
             self.prices, self.messages.vectors = self._best[0], self._best[1].copy()

@@ -252,6 +252,8 @@ class Solution:
         time: of an infeasible problem, where memory is the reason: a time at which it cannot be met.
         missing: units by which the least use at that time exceeds the limit, at least.
         message: what else there is to say, such as what stopped the search.
+        cut: whether the wall clock stopped it, so that another run may find another choice.
+        interrupted: whether the user did.
     """
 
     choice: tuple[int, ...] | None
@@ -263,6 +265,8 @@ class Solution:
     time: int | None = None
     missing: float = 0.0
     message: str = ""
+    cut: bool = False
+    interrupted: bool = False
 
 
 def gap_of(objective: float, bound: float) -> float:

@@ -25,6 +25,7 @@ from distgraph.kernels._jit import exact
 from distgraph.passes.search.solver.dominance import undominated
 from distgraph.passes.search.solver.reduced_problem import Network, Numbers
 from distgraph.passes.search.solver.time_points import tighten
+from distgraph.passes.search.solver.work import Work
 
 __all__ = ["reduce_network"]
 
@@ -33,14 +34,16 @@ _HUB = 16  # neighbours above which a node follows none that has more strategies
 _TABLE = 1 << 22  # entries that minimising a node out between two neighbours may look at
 
 
-def reduce_network(network: Network, left: Callable[[], float] = lambda: math.inf) -> None:
+def reduce_network(
+    network: Network, left: Callable[[], float] = lambda: math.inf, work: Work | None = None
+) -> None:
     """Reduce a network in place until hardly any rule applies, or no seconds are left.
 
     Every strategy that remains has a permitted partner at each neighbour. `network.dead` tells that no choice
     is feasible.
     """
     pending, patterns, before = set(network.costs), _Patterns(), math.inf
-    while pending and _settle_nodes(network, pending, patterns, left):
+    while pending and _settle_nodes(network, pending, patterns, left, work):
         size = sum(len(cost) for cost in network.costs.values()) + len(network.times)
         if size > _WORTH * before or left() <= 0:
             return
@@ -49,7 +52,11 @@ def reduce_network(network: Network, left: Callable[[], float] = lambda: math.in
 
 
 def _settle_nodes(
-    network: Network, pending: set[int], patterns: _Patterns, left: Callable[[], float]
+    network: Network,
+    pending: set[int],
+    patterns: _Patterns,
+    left: Callable[[], float],
+    work: Work | None,
 ) -> bool:
     """Apply the rules to nodes until none of them changes any, arc consistency alone once no seconds are
     left; whether a choice may remain."""
@@ -59,6 +66,9 @@ def _settle_nodes(
         if node not in network.costs or not _strike_lonely(network, node, queue, patterns):
             continue
         if left() > 0:
+            if work is not None:
+                tables = sum(table.size for table in network.near[node].values())
+                work.add_node(len(network.costs[node]) * tables)
             _reduce_node(network, node, queue, patterns)
     return not network.dead
 

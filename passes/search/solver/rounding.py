@@ -49,7 +49,7 @@ def dive(
         mask: [strategies], true for those that may be taken; all of them where there is none.
     """
     flat = dual.flat
-    inner = Dual(flat, dual.messages.vectors.copy(), prices)
+    inner = Dual(flat, dual.messages.vectors.copy(), prices, dual.work)
     penalty = max(flat.ceiling - dual.bound, 0.0) + 1.0
     mask = np.ones(len(flat.cost), dtype=bool) if mask is None else mask
     inner.price_out(mask, penalty)

@@ -20,10 +20,11 @@ import numpy as np
 from distgraph.ir.float_arrays import Floats
 from distgraph.passes.search.solver.flat_problem import Flat, Ints
 from distgraph.passes.search.solver.lagrangian_dual import Dual
+from distgraph.passes.search.solver.work import Work
 
 __all__ = ["ExactModel", "missing_scip"]
 
-_SLICE = 0.5  # seconds after which SCIP gives way to an interrupt
+_SLICE = 0.5  # seconds after which SCIP gives way to an interrupt, where work is not counted
 _LEAST_UNIT = 1e-9  # of the largest number in costs: a smaller unit is rounding
 
 
@@ -55,13 +56,16 @@ class ExactModel:
         self._own, self._table = dual.messages.reparametrised(dual.flat.cost)
         self.size = int(self._pairs.sum())
 
-    def solve(self, left: Callable[[], float], see: Callable[[Ints], object]) -> float:
-        """Solve the model by branch and cut, in slices of time between which an interrupt is noticed.
+    def solve(
+        self, left: Callable[[], float], see: Callable[[Ints], object], work: Work | None = None
+    ) -> float:
+        """Solve the model by branch and cut, interrupted when nothing is left.
 
         Args:
-            left: seconds left.
+            left: seconds left; of work where it is counted.
             see: receives the best choice [nodes] of SCIP; it may exceed the limit by SCIP's
                 tolerance, and cost more than the cutoff.
+            work: where iterations are counted; None for slices of time.
 
         Returns:
             A lower bound on the cost of every choice below the cutoff; inf where none is better than the
@@ -73,11 +77,7 @@ class ExactModel:
         model, x, base, unit = self._build()
         choice: Ints | None = None
         try:
-            while True:
-                model.setParam("limits/time", model.getSolvingTime() + max(0.01, min(_SLICE, left())))
-                model.optimize()
-                if model.getStatus() != "timelimit" or left() <= 0:
-                    break
+            self._run(model, left, work)
         finally:
             if model.getNSols():
                 best = model.getBestSol()
@@ -89,6 +89,26 @@ class ExactModel:
         bound = math.inf if ended and fits else base + unit * float(model.getDualbound())
         model.freeProb()
         return bound
+
+    def _run(self, model: Any, left: Callable[[], float], work: Work | None) -> None:
+        """Run SCIP until it is done or nothing is left.
+
+        Where work is counted, SCIP is interrupted between linear programs: where time ends slices is chance,
+        and SCIP goes on in another way.
+        """
+        if work is not None:
+            model.setParam("limits/time", max(0.01, work.wall_seconds()))
+            counter = _counter(work, self.size, left)
+            model.includeEventhdlr(counter, "work", "counts iterations of linear programs")
+            model.optimize()
+            if counter.interrupted:
+                raise KeyboardInterrupt
+            return
+        while True:
+            model.setParam("limits/time", model.getSolvingTime() + max(0.01, min(_SLICE, left())))
+            model.optimize()
+            if model.getStatus() != "timelimit" or left() <= 0:
+                return
 
     def _build(self) -> tuple[Any, list[Any], float, float]:
         """The model, its x [strategies] (None for those left out), the cost at 0, the cost of one unit."""
@@ -134,6 +154,42 @@ class ExactModel:
         for (_, strategy), pairs in partners.items():
             if x[strategy] is not None:
                 model.addCons(quicksum(pairs) == x[strategy])
+
+
+def _counter(work: Work, pairs: int, left: Callable[[], float]) -> Any:
+    """A handler of events of SCIP that counts iterations, and interrupts SCIP when no work is left.
+
+    It is called after linear programs, and for every cut that is added to one.
+
+    Attributes:
+        interrupted: whether the user has interrupted the search.
+    """
+    scip = import_module("pyscipopt")
+    kinds = scip.SCIP_EVENTTYPE
+    events = kinds.FIRSTLPSOLVED | kinds.LPSOLVED | kinds.NODESOLVED | kinds.ROWADDEDLP
+
+    class Counter(scip.Eventhdlr):  # type: ignore[name-defined, misc]  # pyscipopt is imported where it is used
+        interrupted = False
+        seen = 0
+
+        def eventinit(self) -> None:
+            self.model.catchEvent(events, self)
+
+        def eventexit(self) -> None:
+            self.model.dropEvent(events, self)
+
+        def eventexec(self, event: Any) -> None:
+            try:
+                done = self.model.getNLPIterations() + self.model.getNStrongbranchLPIterations()
+                work.add_iterations(done - self.seen, pairs)
+                self.seen = done
+                if left() <= 0:
+                    self.model.interruptSolve()
+            except KeyboardInterrupt:
+                self.interrupted = True
+                self.model.interruptSolve()
+
+    return Counter()
 
 
 def _add_limit(model: Any, quicksum: Any, flat: Flat, x: list[Any]) -> None:

@@ -57,8 +57,9 @@ def solve(
 
     Args:
         problem: what to solve.
-        seconds: wall-clock limit; 0 for the best of some obvious choices. One step of the search at a time is
-            not interrupted, so large problems may take a little longer.
+        seconds: limit, in seconds of work that is counted (`work`), so that the choice is the same beside any
+            load; 0 for the best of some obvious choices. The wall clock ends a search that takes many times
+            as long, and the solution says so.
         start: a choice to be at least as good as; ignored where it is not feasible.
         gap: stop when (objective - bound) / |objective| is at most this.
 
@@ -83,6 +84,7 @@ def solve(
         if incumbent.left() > 0:
             _search(incumbent)
     except KeyboardInterrupt:
+        incumbent.interrupted = True
         notes = filter(None, ["interrupted: the best choice so far", incumbent.message])
         incumbent.message = "; ".join(notes)
     return incumbent.solution()
@@ -95,7 +97,7 @@ def _search(incumbent: Incumbent) -> None:
     for number, part in enumerate(_PARTS, start=1):
         cutoff = incumbent.cutoff
         with incumbent.phase("reduce"):
-            reduce_network(network, incumbent.until(_REDUCE_SHARE * incumbent.left()))
+            reduce_network(network, incumbent.until(_REDUCE_SHARE * incumbent.left()), incumbent.work)
         if network.dead:
             incumbent.prove_none_below(cutoff)
             return
@@ -127,7 +129,7 @@ class _Round:
         self.network, self.incumbent = network, incumbent
         self.names = sorted(network.costs)
         self.flat = Flat.of(network)
-        self.dual = Dual(self.flat)
+        self.dual = Dual(self.flat, work=incumbent.work)
         self.choice: Ints = np.zeros(0, dtype=np.int64)
         self.objective = math.inf
 
@@ -206,7 +208,7 @@ class _Round:
         with incumbent.phase("exact"):
             model = ExactModel(self.dual, self.cutoff, 0.99 * incumbent.gap * max(self.dual.bound, 0.0))
             if model.size <= pairs:
-                self.take_bound(model.solve(incumbent.left, self.see))
+                self.take_bound(model.solve(incumbent.left, self.see, incumbent.work))
         return model.size <= pairs
 
     def improve(self) -> bool:

@@ -88,7 +88,7 @@ def test_what_was_interrupted_is_no_answer_to_the_same_question(
 
     def solve(given: Problem, **options: Any) -> Solution:
         starts.append(options["start"])
-        return Solution((0, 1), 3.0, 1.5, 0.5, "feasible", message="interrupted")
+        return Solution((0, 1), 3.0, 1.5, 0.5, "feasible", message="interrupted", interrupted=True)
 
     monkeypatch.setattr(module, "solve", solve)
     for _ in range(2):

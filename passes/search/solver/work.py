@@ -1,0 +1,60 @@
+"""The work of the solver, counted instead of timed: the same problem ends at the same point beside any load.
+
+Work is counted in seconds that it takes on a core at some speed, from what it consists of: entries of tables
+that are read, steps, iterations of linear programs. The constants are measured, and rounded: only that all
+parts are in proportion matters. The wall clock is a last resort that says when it ends a search.
+"""
+
+from __future__ import annotations
+
+import time
+
+__all__ = ["Work"]
+
+_ENTRY, _STEP = 3e-9, 5e-5
+"""Seconds of an entry of a table in a pass of the dual, and of the pass itself."""
+_DOMINANCE, _NODE = 7e-9, 3e-5
+"""Seconds of comparing two strategies in an entry of a table in the reductions, and of looking at a node."""
+_ITERATION, _PAIR = 2e-5, 2e-8
+"""Seconds of an iteration of a linear program of SCIP, and of a pair of its model in it."""
+_LOAD = 20.0
+"""How many times the seconds may pass on the wall clock before it ends a search: a machine may be busy."""
+_LEAST_WALL = 20.0
+"""Seconds on the wall clock that a search may take in any case, such as for compiling loops."""
+
+
+class Work:
+    """Counts the work of one search, within a budget.
+
+    Args:
+        budget: seconds of work.
+
+    Attributes:
+        seconds: of work until now.
+        cut: whether the wall clock has ended the search.
+    """
+
+    def __init__(self, budget: float) -> None:
+        self.budget, self.seconds, self.cut = budget, 0.0, False
+        self._end = time.perf_counter() + max(_LOAD * budget, _LEAST_WALL)
+
+    def left(self) -> float:
+        """Seconds of work that are left; none where the wall clock has ended the search."""
+        self.cut = self.cut or time.perf_counter() > self._end
+        return 0.0 if self.cut else self.budget - self.seconds
+
+    def wall_seconds(self) -> float:
+        """Seconds on the wall clock until it ends the search."""
+        return max(0.0, self._end - time.perf_counter())
+
+    def add_pass(self, entries: int) -> None:
+        """Count passes of the dual over some entries of tables."""
+        self.seconds += _STEP + _ENTRY * entries
+
+    def add_node(self, comparisons: int) -> None:
+        """Count a node that the reductions look at."""
+        self.seconds += _NODE + _DOMINANCE * comparisons
+
+    def add_iterations(self, iterations: int, pairs: int) -> None:
+        """Count iterations of linear programs of SCIP on a model with some pairs."""
+        self.seconds += iterations * (_ITERATION + _PAIR * pairs)
