@@ -87,6 +87,16 @@ def solve_within(
     """
     if limit is None:
         return solve(problem)
+    solution = _lowered(formulation, problem, limit, solve)
+    if solution.choice is None:
+        solution = _lowered(formulation, _without_copies(formulation, problem), limit, solve)
+    return solution
+
+
+def _lowered(
+    formulation: Formulation, problem: Problem, limit: MemoryLimit, solve: Callable[[Problem], Solution]
+) -> Solution:
+    """The best choice of a problem whose profile keeps a limit, by solving it within lower ones."""
     low, high, allowed = -math.inf, limit.nbytes, limit.nbytes
     for _ in range(_ROUNDS):
         solution = _solved(limited(formulation, problem, replace(limit, nbytes=allowed)), solve)
@@ -98,8 +108,7 @@ def solve_within(
         else:
             high = allowed
         allowed = max(allowed - excess, (low + high) / 2)
-    solution = _solved(limited(formulation, _without_copies(formulation, problem), limit), solve)
-    return solution if _excess(formulation, solution, limit) <= 0 else _NONE
+    return _NONE
 
 
 def _solved(problem: Problem, solve: Callable[[Problem], Solution]) -> Solution:

@@ -97,8 +97,9 @@ class ExactModel:
         and SCIP goes on in another way.
         """
         if work is not None:
+            work.add_model(self.size)
             model.setParam("limits/time", max(0.01, work.wall_seconds()))
-            counter = _counter(work, self.size, left)
+            counter = _counter(work, left)
             model.includeEventhdlr(counter, "work", "counts iterations of linear programs")
             model.optimize()
             if counter.interrupted:
@@ -156,7 +157,7 @@ class ExactModel:
                 model.addCons(quicksum(pairs) == x[strategy])
 
 
-def _counter(work: Work, pairs: int, left: Callable[[], float]) -> Any:
+def _counter(work: Work, left: Callable[[], float]) -> Any:
     """A handler of events of SCIP that counts iterations, and interrupts SCIP when no work is left.
 
     It is called after linear programs, and for every cut that is added to one.
@@ -181,7 +182,7 @@ def _counter(work: Work, pairs: int, left: Callable[[], float]) -> Any:
         def eventexec(self, event: Any) -> None:
             try:
                 done = self.model.getNLPIterations() + self.model.getNStrongbranchLPIterations()
-                work.add_iterations(done - self.seen, pairs)
+                work.add_iterations(done - self.seen)
                 self.seen = done
                 if left() <= 0:
                     self.model.interruptSolve()

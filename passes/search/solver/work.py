@@ -11,12 +11,13 @@ import time
 
 __all__ = ["Work"]
 
-_ENTRY, _STEP = 3e-9, 5e-5
+_ENTRY, _STEP = 6e-9, 1e-4
 """Seconds of an entry of a table in a pass of the dual, and of the pass itself."""
-_DOMINANCE, _NODE = 7e-9, 3e-5
+_DOMINANCE, _NODE = 14e-9, 6e-5
 """Seconds of comparing two strategies in an entry of a table in the reductions, and of looking at a node."""
-_ITERATION, _PAIR = 2e-5, 2e-8
-"""Seconds of an iteration of a linear program of SCIP, and of a pair of its model in it."""
+_PAIR, _ITERATION = 5e-5, 5e-4
+"""Seconds of building and presolving a model of SCIP, for each pair of it, and of all that it does between
+two iterations of linear programs."""
 _LOAD = 20.0
 """How many times the seconds may pass on the wall clock before it ends a search: a machine may be busy."""
 _LEAST_WALL = 20.0
@@ -55,6 +56,10 @@ class Work:
         """Count a node that the reductions look at."""
         self.seconds += _NODE + _DOMINANCE * comparisons
 
-    def add_iterations(self, iterations: int, pairs: int) -> None:
-        """Count iterations of linear programs of SCIP on a model with some pairs."""
-        self.seconds += iterations * (_ITERATION + _PAIR * pairs)
+    def add_model(self, pairs: int) -> None:
+        """Count that SCIP begins with a model of some pairs."""
+        self.seconds += _PAIR * pairs
+
+    def add_iterations(self, iterations: int) -> None:
+        """Count iterations of linear programs of SCIP."""
+        self.seconds += _ITERATION * iterations

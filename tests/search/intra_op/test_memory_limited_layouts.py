@@ -12,7 +12,6 @@ from support.programs.searched import PROGRAMS, two_by_two
 
 from distgraph import ops
 from distgraph.engine.commands.plan_search import SearchOptions, search
-from distgraph.engine.search_driver import layout_costs
 from distgraph.engine.search_driver.layout_costs import LayoutCosts
 from distgraph.engine.search_driver.layout_variants import Variant
 from distgraph.engine.search_driver.search_space import Shape, pools_of, submeshes_of
@@ -21,12 +20,6 @@ from distgraph.passes.search.intra_op.memory_limit import MemoryLimit, solve_wit
 from distgraph.passes.search.solver import solve
 from distgraph.plan.constraints import SearchConstraints
 from distgraph.tracing.tracer import Trace
-
-
-@pytest.fixture(autouse=True)
-def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Problems get time enough, however busy the machine is."""
-    monkeypatch.setattr(layout_costs, "SOLVE_SECONDS", 60.0)
 
 
 GRID = Shape((("dp", 2), ("tp", 2)))
