@@ -78,7 +78,7 @@ from distgraph.engine.search_driver.search_state import SearchState
 from distgraph.errors import InfeasibleError
 from distgraph.models import GPT, GPT_PRESETS
 from distgraph.passes.search.intra_op.restrictions import Restriction
-from distgraph.plan.components import Stage
+from distgraph.plan.plan_components import Stage
 from distgraph.plan.strategy import Strategy
 from distgraph.resources import Cluster
 from distgraph.resources.cluster_builder import build_cluster

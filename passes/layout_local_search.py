@@ -32,8 +32,8 @@ from typing import NamedTuple
 from distgraph.ir.graph import Graph
 from distgraph.ir.sharding_spec import Origin
 from distgraph.ir.step_phases import multiplicity
+from distgraph.passes.analysis.layout_change_cost import Key, ValueCosts
 from distgraph.passes.analysis.layout_space import LayoutSpace
-from distgraph.passes.analysis.value_cost import Key, ValueCosts
 from distgraph.passes.pass_registry import PassContext, register_pass
 from distgraph.passes.redistribution.planner import Price, wire_price
 

@@ -22,7 +22,10 @@ from xxhash import xxh3_64_hexdigest
 from distgraph.errors import GraphError, ShardingError
 from distgraph.ir.range_notation import fold, unfold
 from distgraph.ir.sharding_spec import ShardSpec
-from distgraph.plan.components import (
+from distgraph.plan.decisions import Decisions
+from distgraph.plan.export import EXPORTERS, Export, Surface
+from distgraph.plan.placement import PlacedRanks
+from distgraph.plan.plan_components import (
     Computed,
     Decision,
     Estimate,
@@ -34,9 +37,6 @@ from distgraph.plan.components import (
     Stage,
     Stored,
 )
-from distgraph.plan.decisions import Decisions
-from distgraph.plan.export import EXPORTERS, Export, Surface
-from distgraph.plan.placement import PlacedRanks
 from distgraph.plan.plan_diff import changed
 from distgraph.plan.report import CHANGED, Comparison, compared, decision_lines, shown, stage_cells
 from distgraph.plan.schema import DECIDED, VERSION, document, read_fields

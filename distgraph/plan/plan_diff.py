@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from distgraph.errors import GraphError, ShardingError
 from distgraph.ir.range_notation import fold, parse_spans, spans, unfold
 from distgraph.ir.sharding_spec import ShardSpec
-from distgraph.plan.components import Computed, LayerOps, Rest, Stage, Stored
+from distgraph.plan.plan_components import Computed, LayerOps, Rest, Stage, Stored
 
 if TYPE_CHECKING:
     from distgraph.plan.plan import Plan

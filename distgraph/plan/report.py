@@ -9,9 +9,9 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from distgraph.ir.range_notation import fold, spans, unfold
-from distgraph.plan.components import Decision, LayerOps
 from distgraph.plan.constraints import SearchConstraints
 from distgraph.plan.forecast_errors import EQUAL, Uncertain, in_seconds
+from distgraph.plan.plan_components import Decision, LayerOps
 from distgraph.serialization.text_table import indented_table
 
 if TYPE_CHECKING:

@@ -18,7 +18,11 @@ from pydantic import BeforeValidator, Field, PlainValidator
 from distgraph.errors import GraphError, ShardingError
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.range_notation import MOST_NAMES, fold, parse_spans, spans, unfold
-from distgraph.plan.components import (
+from distgraph.plan.decisions import Decisions
+from distgraph.plan.export.module_interface import Part, Read, Surface, in_order
+from distgraph.plan.pipeline_schedules import schedule_names
+from distgraph.plan.placement import PlacedRanks
+from distgraph.plan.plan_components import (
     KINDS,
     Computed,
     Decision,
@@ -35,10 +39,6 @@ from distgraph.plan.components import (
     placed_text,
     split_names,
 )
-from distgraph.plan.decisions import Decisions
-from distgraph.plan.export.module_interface import Part, Read, Surface, in_order
-from distgraph.plan.pipeline_schedules import schedule_names
-from distgraph.plan.placement import PlacedRanks
 from distgraph.serialization.documents import (
     Entry,
     Record,

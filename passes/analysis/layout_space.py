@@ -18,8 +18,8 @@ from distgraph.ir.index_rule import OpLayout, choices, operand_spec, result_spec
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.op_registry import linear_groups, lookup, operand_windows, rule_of
 from distgraph.ir.sharding_spec import DistAttr
+from distgraph.passes.analysis.layout_change_cost import LayoutNumbers, ValueKind
 from distgraph.passes.analysis.redistribution_cost import TOUCH
-from distgraph.passes.analysis.value_cost import LayoutNumbers, ValueKind
 from distgraph.passes.redistribution.halo import nearest
 
 _OPTIONS = 64  # layouts of one op, at most, for each order of its ranks

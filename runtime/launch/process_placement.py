@@ -23,7 +23,7 @@ from distgraph.plan.placement import PlacedRanks, ranks_by_machine
 from distgraph.runtime.job.job_files import PLAN_VARIABLE
 from distgraph.runtime.launch.host_assignment import HostAssignment, assign_hosts
 from distgraph.runtime.launch.hosts import Host
-from distgraph.runtime.transport.arrangement import Arrangement
+from distgraph.runtime.transport.process_arrangement import Arrangement
 
 _MOST_BYTES: Final = 1 << 26
 PLACEMENT_VARIABLE: Final = "DISTGRAPH_PLACEMENT"

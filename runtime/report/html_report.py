@@ -37,7 +37,7 @@ from distgraph.runtime.report.plots import (
     task_figure,
     timeline_figure,
 )
-from distgraph.runtime.report.tensor_row import TensorRow
+from distgraph.runtime.report.tensor_table import TensorRow
 from distgraph.runtime.report.timeline_segments import row_name
 from distgraph.serialization.atomic_files import write_atomically
 

@@ -27,7 +27,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
-from distgraph.passes.analysis.link_queue import LinkQueues, LinkSeconds
+from distgraph.passes.analysis.link_contention import LinkQueues, LinkSeconds
 from distgraph.runtime.schedule.task import Ring, TaskGraph
 from distgraph.runtime.schedule.timeline import Interval
 

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 
 from distgraph.errors import GraphError, RuntimeFault
 from distgraph.ir.gc_pause import collector_paused
-from distgraph.passes.analysis.link_queue import LinkQueues, LinkSeconds
+from distgraph.passes.analysis.link_contention import LinkQueues, LinkSeconds
 from distgraph.plan.pipeline_schedules import SchedulePolicy, schedule_policy
 from distgraph.runtime.schedule.actor import (
     Actor,

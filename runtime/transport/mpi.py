@@ -32,7 +32,6 @@ import numpy as np
 from distgraph.errors import RuntimeFault, installing
 from distgraph.runtime.job.losses import Loss, record_loss
 from distgraph.runtime.job.processes import is_stopped
-from distgraph.runtime.transport.arrangement import Arrangement
 from distgraph.runtime.transport.call_check import (
     END,
     LISTEN_SECONDS,
@@ -45,6 +44,7 @@ from distgraph.runtime.transport.departed_ranks import Departures, Need
 from distgraph.runtime.transport.mpi_collectives import TAG_BITS, Exchange, Steps
 from distgraph.runtime.transport.mpi_failures import JobFailures
 from distgraph.runtime.transport.mpi_operation import Operation, WithStatus
+from distgraph.runtime.transport.process_arrangement import Arrangement
 from distgraph.runtime.transport.transport import (
     Array,
     Group,

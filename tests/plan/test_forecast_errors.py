@@ -10,12 +10,12 @@ import pytest
 from distgraph.errors import ResourceError
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import ShardSpec
-from distgraph.plan.components import Estimate, Layer, LayerOps, Program, Stage, Stored
 from distgraph.plan.forecast_errors import WIDTH, ForecastErrors, Interval, Uncertain
 from distgraph.plan.plan import Plan
+from distgraph.plan.plan_components import Estimate, Layer, LayerOps, Program, Stage, Stored
 from distgraph.resources.load import parse_cluster, read_document
 from distgraph.resources.runtimes.load_runtime import load_runtime
-from distgraph.runtime.forecast.step_shares import errors_of
+from distgraph.runtime.forecast.forecast_error_shares import errors_of
 from distgraph.runtime.profile.resource_writer import as_yaml
 
 ERRORS = ForecastErrors(computation=0.1, inside=0.2, between=0.3, own=0.01)

@@ -20,8 +20,8 @@ from typing import Final
 from distgraph.engine.commands.overrides import strategy_environment
 from distgraph.engine.commands.script_runner import ScriptHook, run_script
 from distgraph.errors import RuntimeFault
-from distgraph.plan.components import MeasuredPlan
 from distgraph.plan.plan import Plan
+from distgraph.plan.plan_components import MeasuredPlan
 from distgraph.runtime.job.job_files import PLAN_VARIABLE
 from distgraph.runtime.launch.hosts import Host
 from distgraph.runtime.launch.launch import current_transport, launch

@@ -24,7 +24,6 @@ from distgraph.passes.decompose import decompose
 from distgraph.passes.search.layering.layer_sequence import REST, Layering, cluster_layers
 from distgraph.passes.search.layering.layer_sequence import Layer as GraphLayer
 from distgraph.passes.serial.loops.flatten import flat_layers, flatten, has_loops
-from distgraph.plan.components import KINDS
 from distgraph.plan.decisions import Decisions
 from distgraph.plan.export import surface_of
 from distgraph.plan.plan import (
@@ -39,6 +38,7 @@ from distgraph.plan.plan import (
     Stage,
     Stored,
 )
+from distgraph.plan.plan_components import KINDS
 from distgraph.plan.plan_diff import layer_line, rest_line
 from distgraph.resources import Cluster, RankMapping
 from distgraph.runtime.forecast.forecast import Forecast

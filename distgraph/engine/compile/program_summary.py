@@ -29,7 +29,7 @@ from distgraph.resources.mesh_communication import MeshCommunication
 from distgraph.resources.units import format_bytes
 from distgraph.runtime.program.build import Build
 from distgraph.runtime.program.storage import nbytes
-from distgraph.runtime.report.tensor_row import TensorRow
+from distgraph.runtime.report.tensor_table import TensorRow
 from distgraph.serialization.text_table import indented_table
 
 _MANY = 64  # in a program with more ranks, collectives are counted on one rank of every mesh

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from distgraph.engine.search_driver.candidate import BuiltCandidate, Candidate, build_candidate
 from distgraph.engine.search_driver.layout_costs import LayoutCosts
-from distgraph.plan.components import FrontPlan
+from distgraph.plan.plan_components import FrontPlan
 from distgraph.resources.units import format_bytes
 
 _FORK_SECONDS = 0.2

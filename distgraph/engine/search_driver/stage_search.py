@@ -20,7 +20,7 @@ from distgraph.engine.search_driver.layout_variants import Variant
 from distgraph.engine.search_driver.load_balancing import shared_shapes
 from distgraph.engine.search_driver.search_space import Shape
 from distgraph.ir.float_arrays import Floats
-from distgraph.passes.analysis.link_queue import link_totals
+from distgraph.passes.analysis.link_contention import link_totals
 from distgraph.passes.search.inter_op.schedule_costs import Border, simulated_makespan
 from distgraph.passes.search.inter_op.stage_costs import (
     Config,

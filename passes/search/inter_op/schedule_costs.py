@@ -19,7 +19,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from distgraph.passes.analysis.link_queue import LinkQueues, LinkSeconds, link_totals
+from distgraph.passes.analysis.link_contention import LinkQueues, LinkSeconds, link_totals
 from distgraph.plan.pipeline_schedules import SchedulePolicy
 
 _SIDES = ("forward", "backward")

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from distgraph.ir.float_arrays import Floats
 from distgraph.kernels._jit import exact
 from distgraph.passes.search.solver.dominance import undominated
+from distgraph.passes.search.solver.memory_limit_times import tighten
 from distgraph.passes.search.solver.reduced_problem import Network, Numbers
-from distgraph.passes.search.solver.time_points import tighten
 from distgraph.passes.search.solver.work import Work
 
 __all__ = ["reduce_network"]

@@ -21,7 +21,7 @@ from distgraph.errors import ResourceError
 from distgraph.plan.forecast_errors import ForecastErrors
 from distgraph.resources import Cluster
 from distgraph.resources.runtimes.runtime_model import RuntimeModel
-from distgraph.runtime.forecast.step_shares import errors_of
+from distgraph.runtime.forecast.forecast_error_shares import errors_of
 from distgraph.runtime.profile.calibration.error_model import coverage, fit_errors, memory_error
 from distgraph.runtime.profile.calibration.fitted_numbers import applied, numbers
 from distgraph.runtime.profile.calibration.robust_fit import Fit, fit, group_folds, splits

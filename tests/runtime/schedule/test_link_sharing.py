@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.programs.task_graphs import plain
 
 from distgraph.errors import GraphError
-from distgraph.passes.analysis.link_queue import LinkQueues, decisive_links, link_totals
+from distgraph.passes.analysis.link_contention import LinkQueues, decisive_links, link_totals
 from distgraph.passes.search.inter_op.schedule_costs import simulated_makespan
 from distgraph.plan.pipeline_schedules import GPIPE, ONE_F_ONE_B, SchedulePolicy
 from distgraph.runtime.schedule.simulate import simulate

@@ -21,7 +21,6 @@ from distgraph.passes.search.solver import solve
 from distgraph.plan.constraints import SearchConstraints
 from distgraph.tracing.tracer import Trace
 
-
 GRID = Shape((("dp", 2), ("tp", 2)))
 
 
