@@ -49,11 +49,11 @@ def _said(*command: str) -> str:
 
 
 def _do(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, timeout=30)
+    subprocess.run(command, check=True, capture_output=True, timeout=100)
 
 
 def _quietly(*command: str) -> None:
-    subprocess.run(command, check=False, capture_output=True, timeout=30)
+    subprocess.run(command, check=False, capture_output=True, timeout=100)
 
 
 @dataclass(frozen=True, slots=True)

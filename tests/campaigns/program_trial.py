@@ -355,4 +355,4 @@ def _smaller_meshes(layout: Layout) -> Iterator[Layout]:
 
 def limited() -> None:
     """Waits without progress end after some seconds: a program that hangs is a failure, not a long wait."""
-    os.environ.setdefault("DISTGRAPH_TIMEOUT", "20")
+    os.environ.setdefault("DISTGRAPH_TIMEOUT", "60")

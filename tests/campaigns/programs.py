@@ -121,7 +121,7 @@ class Worker:
         if self.part.startswith("mpi"):
             launcher = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
             command = [launcher or "mpiexec", "-n", str(RANKS[self.part]), *command]
-        environment = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "DISTGRAPH_TIMEOUT": "20"}
+        environment = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "DISTGRAPH_TIMEOUT": "60"}
         environment |= {"DISTGRAPH_CACHE": "off", **os.environ}
         self._process = subprocess.Popen(
             command,

@@ -50,7 +50,7 @@ def test_a_worker_answers_as_the_trial_does() -> None:
     trial = Trial("process", SEED, 3)
     worker, tally = Worker("process"), Tally()
     try:
-        verdict = worker.run(trial.case(), 60.0)
+        verdict = worker.run(trial.case(), 100.0)
         assert worker.run(trial.case(), 0.0)["kind"] == "hung"  # no time at all
     finally:
         worker.close()

@@ -185,7 +185,12 @@ def test_rank_that_does_not_take_part_is_reported() -> None:
     graph, mesh = read_in_backward(3, 0, 1)
     built = build(complete(graph, mesh), micro_batches=4)
     with pytest.raises(RuntimeFault, match=r"made no progress in 0.3 s") as caught:
-        run_ranks(3, lambda t: t.rank != 0 and run_rank(built, t, feeds(4), params(), "actors"), limit=0.3)
+        run_ranks(
+            3,
+            lambda t: t.rank != 0 and run_rank(built, t, feeds(4), params(), "actors"),
+            limit=0.3,
+            waiting=2,
+        )
     text = str(caught.value)
     assert "rank 0 does not wait" in text
     assert "rank 1 waits for what one of its tasks needs (" in text
@@ -202,7 +207,7 @@ def test_failure_of_a_rank_ends_the_others() -> None:
         return run_rank(built, transport, feeds(4), params(), "actors")
 
     with pytest.raises(RuntimeFault, match="rank 2 failed: ValueError: no memory left"):
-        run_ranks(3, body, limit=20.0)
+        run_ranks(3, body, limit=100.0)
 
 
 def test_meshes_that_overlap_in_part_are_refused() -> None:

@@ -325,7 +325,7 @@ def test_interrupt_leaves_no_process(tmp_path: Path) -> None:
     assert process.stdout is not None
     lines = [process.stdout.readline() for _ in range(2)]
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=100)
     outcome = Outcome(process.returncode, "".join(lines) + out, err)
     assert outcome.code == 130
     assert outcome.err == "error: interrupted; all ranks are stopped\n"

@@ -37,7 +37,7 @@ def install(monkeypatch: pytest.MonkeyPatch, devices: int) -> fake_cupy.Network:
 
 
 def prepared(control: InProcessTransport) -> OnDevice:
-    transport = nccl.NcclTransport(control, limit=20)
+    transport = nccl.NcclTransport(control, limit=100)
     pairs = [p for p in itertools.permutations(range(control.size), 2) if control.rank in p]
     transport.prepare([g for g in cases.groups(control.size) if control.rank in g], pairs)
     return OnDevice(transport)

@@ -22,7 +22,7 @@ def test_the_report_names_what_every_rank_waits_for() -> None:
     graph, mesh = read_in_backward(5, 0, 1)
     built = build(complete(graph, mesh), micro_batches=6, policy="gpipe")
     with pytest.raises(RuntimeFault, match=r"made no progress in 0.3 s") as caught:
-        run_ranks(5, lambda t: t.rank != 2 and run_rank(built, t, feeds(6), params()), limit=0.3)
+        run_ranks(5, lambda t: t.rank != 2 and run_rank(built, t, feeds(6), params()), limit=0.3, waiting=4)
     lines = str(caught.value).splitlines()[1:]
     message = r"%\S+ of micro-batch \d, (send|recv) \w+ rank \d"
     where = rf"waits in (forward|backward)\.s\d of micro-batch \d for {message}"
@@ -53,7 +53,7 @@ def test_rank_that_does_not_take_part_is_named() -> None:
             transport.recv(np.ones(3), 2, 5).wait()
 
     with pytest.raises(RuntimeFault) as caught:
-        run_ranks(3, lambda t: body(t) if t.rank < 2 else None, limit=0.2)
+        run_ranks(3, lambda t: body(t) if t.rank < 2 else None, limit=0.2, waiting=2)
     text = str(caught.value)
     assert "rank 0 waits for all_reduce(sum) in group (0, 1)" in text
     assert "rank 1 waits for recv from rank 2 (tag 5)" in text

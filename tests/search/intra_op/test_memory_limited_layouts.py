@@ -21,6 +21,8 @@ from distgraph.passes.search.solver import solve
 from distgraph.plan.constraints import SearchConstraints
 from distgraph.tracing.tracer import Trace
 
+pytestmark = pytest.mark.timeout(600)
+
 GRID = Shape((("dp", 2), ("tp", 2)))
 
 

@@ -11,7 +11,6 @@ import itertools
 import queue
 import sys
 import threading
-from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +29,7 @@ DTYPES = {
     6: np.float16, 7: np.float32, 8: np.float64, 9: ml_dtypes.bfloat16,
 }  # fmt: skip
 OPS = {0: "sum", 1: "prod", 2: "max", 3: "min"}
+_LIMIT = 100.0  # seconds after which a call that nobody meets fails: more than a busy machine takes
 
 
 def memory(pointer: int, count: int, datatype: int) -> np.ndarray[Any, Any]:
@@ -47,15 +47,16 @@ class Network:
         self.ids = itertools.count()
         self._wires: dict[Any, queue.Queue[Any]] = {}
         self.barriers: dict[Any, threading.Barrier] = {}
-        self.tables: dict[Any, dict[int, Any]] = defaultdict(dict)
+        self.tables: dict[Any, dict[int, Any]] = {}
         self.calls: list[str] = []
 
     def meet(self, key: Any, size: int, rank: int, item: Any) -> list[Any]:
         with self.lock:
-            barrier = self.barriers.setdefault(key, threading.Barrier(size, timeout=20))
-            self.tables[key][rank] = item
+            barrier = self.barriers.setdefault(key, threading.Barrier(size, timeout=_LIMIT))
+            table = self.tables.setdefault(key, {})
+            table[rank] = item
         barrier.wait()
-        return [self.tables[key][i] for i in range(size)]
+        return [table[i] for i in range(size)]
 
     def wire(self, unique: int, source: int, target: int) -> queue.Queue[Any]:
         """What one rank sent another; whichever of the two threads asks first makes it."""
@@ -116,7 +117,7 @@ def make(  # noqa: C901 - one small class each
 
         def recv(self, buffer: int, count: int, kind: int, peer: int, stream: int) -> None:
             def take() -> None:
-                sent = network.wire(self.unique, peer, self.rank).get(timeout=20)
+                sent = network.wire(self.unique, peer, self.rank).get(timeout=_LIMIT)
                 memory(buffer, count, kind)[...] = sent
 
             if getattr(local, "group", None) is None:

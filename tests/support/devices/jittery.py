@@ -16,7 +16,7 @@ from distgraph.errors import RuntimeFault
 from distgraph.runtime.transport.inprocess import connect
 from distgraph.runtime.transport.transport import MESSAGES, Request, Transport
 
-_LIMIT, _PAUSE = 30.0, 5e-5
+_LIMIT, _PAUSE = 100.0, 5e-5
 
 
 class _Waiting:

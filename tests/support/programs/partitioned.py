@@ -18,7 +18,7 @@ from distgraph.runtime.transport.transport import Transport
 
 Array = Any
 Feeds = Sequence[Mapping[str, Array]]
-TIME_LIMIT = 30.0  # seconds after which a rank that waits in vain gives up
+TIME_LIMIT = 100.0  # seconds after which a rank that waits in vain gives up
 
 
 Blocks = tuple[dict[str, list[Array]], dict[str, Array]]

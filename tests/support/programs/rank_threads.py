@@ -13,9 +13,15 @@ Result = TypeVar("Result")
 
 
 def run_ranks(
-    size: int, fn: Callable[[InProcessTransport], Result], *, limit: float | None = None
+    size: int, fn: Callable[[InProcessTransport], Result], *, limit: float | None = None, waiting: int = 0
 ) -> list[Result]:
     """Run `fn(transport)` on `size` ranks, one thread each, and join them all.
+
+    Args:
+        size: number of ranks.
+        fn: what each does.
+        limit: seconds without progress after which a wait fails.
+        waiting: ranks that must wait before any wait fails, however late the machine runs their threads.
 
     Returns:
         The results of the ranks, in rank order.
@@ -32,6 +38,14 @@ def run_ranks(
     transports = connect(size, limit=limit)
     world = transports[0]._world
     results: list[Any] = [None] * size
+    seconds_left = world.seconds_left
+
+    def patient(rank: int, what: str, begun: float) -> float:
+        ready = sum(bool(activity.waiting) for activity in world.activities.values()) >= waiting
+        return seconds_left(rank, what, begun) if ready else world.limit
+
+    if waiting:
+        world.seconds_left = patient  # type: ignore[method-assign]
 
     def body(transport: InProcessTransport) -> None:
         try:
