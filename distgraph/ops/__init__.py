@@ -16,7 +16,7 @@ from distgraph.ops import (
     sorting,
 )
 from distgraph.ops import (
-    loop_boundary as loop_boundary,
+    opaque as opaque,
 )
 from distgraph.ops.activation import erf, gelu, relu, sigmoid, silu, tanh
 from distgraph.ops.attention import attention, attention_from

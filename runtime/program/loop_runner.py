@@ -22,7 +22,7 @@ import numpy as np
 from distgraph.errors import RuntimeFault
 from distgraph.ir.dtypes import to_numpy
 from distgraph.ir.loops import CARRY, ITEM, TURN
-from distgraph.ops.control import MAX_TURNS
+from distgraph.ops.control.structured_loops import MAX_TURNS
 from distgraph.runtime.program.allocation import allocate
 from distgraph.runtime.program.codegen import Writer, compile_task
 from distgraph.runtime.program.compiled_task import Arena

@@ -15,6 +15,7 @@ from distgraph.errors import GraphError
 
 torch: Any = pytest.importorskip("torch")
 from distgraph.frontends.torch.exporting import export  # noqa: E402
+from distgraph.frontends.torch.opaque_ops import OpaqueOps  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
 F = torch.nn.functional
@@ -174,5 +175,6 @@ class Shifted(torch.nn.Module):  # type: ignore[misc]
     ids=["linear", "dropout", "constant"],
 )
 def test_a_mode_that_computes_the_same_is_not_decomposed_again(net: Any, equal: bool) -> None:
-    training = export(net.train(), (torch.zeros(2, 2),), {}, None, True)
-    assert (export(net.eval(), (torch.zeros(2, 2),), {}, None, True, training) is training) == equal
+    given = (torch.zeros(2, 2),), {}, None, True, OpaqueOps()
+    training = export(net.train(), *given)
+    assert (export(net.eval(), *given, training) is training) == equal

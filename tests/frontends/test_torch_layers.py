@@ -18,6 +18,7 @@ from distgraph.frontends.torch.exported_graph import (  # noqa: E402
     value_text,
 )
 from distgraph.frontends.torch.forward_recording import computes_the_same  # noqa: E402
+from distgraph.frontends.torch.opaque_ops import OpaqueOps  # noqa: E402
 from distgraph.frontends.torch.repeated_layers import Run, find_runs  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
@@ -201,12 +202,12 @@ def equal_to_all_layers(net: Any, x: Any) -> None:
     """Compare the export of a module with the export of all its layers."""
     shown, modes = str(net), [part.training for part in net.modules()]
     state = {name: id(tensor) for name, tensor in net.state_dict(keep_vars=True).items()}
-    ours = described(net, exporting.export(net, (x,), {}, None, True))
+    ours = described(net, exporting.export(net, (x,), {}, None, True, OpaqueOps()))
     assert state == {name: id(tensor) for name, tensor in net.state_dict(keep_vars=True).items()}
     assert (shown, modes) == (str(net), [part.training for part in net.modules()])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exporting, "find_runs", lambda module: [])
-        theirs = described(net, exporting.export(net, (x,), {}, None, True))
+        theirs = described(net, exporting.export(net, (x,), {}, None, True, OpaqueOps()))
     assert ours == theirs
 
 

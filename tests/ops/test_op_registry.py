@@ -13,6 +13,7 @@ from support.ops.op_checks import (
 )
 from support.ops.op_samples import SAMPLES as PRIMITIVES
 from support.ops.op_samples_fused import SAMPLES as FUSED
+from support.ops.opaque_samples import SAMPLES as OPAQUE
 
 from distgraph.ir.graph import SOURCES
 from distgraph.ir.op_registry import REGISTRY
@@ -22,7 +23,7 @@ RUNTIME = {"accumulate", "reshard"} | {
     k for k in REGISTRY if k.startswith(("comm.", "loop."))
 }  # the identity on one rank, and ops that are laid out but never run
 
-SAMPLES = PRIMITIVES | FUSED
+SAMPLES = PRIMITIVES | FUSED | OPAQUE
 CASES = list(every(SAMPLES))
 IDS = [f"{kind}-{position}" for kind, position in CASES]
 

@@ -87,7 +87,7 @@ def test_condition_and_body_may_read_tensors_from_outside() -> None:
 
 
 def test_an_endless_loop_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distgraph.ops.control.MAX_TURNS", 20)
+    monkeypatch.setattr("distgraph.ops.control.structured_loops.MAX_TURNS", 20)
     graph = trace(lambda x: ops.while_loop(lambda x: x.sum() < 9.0, lambda x: x * 1.0, (x,))[0], np.ones(3))
     with pytest.raises(GraphError, match="ran 20 turns"):
         interpret(graph, {"x0": np.ones(3)})

@@ -20,7 +20,7 @@ from distgraph.ir.parser import parse_graph
 from distgraph.ir.reference_interpreter import interpret
 from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
 from distgraph.ir.verifier import verify
-from distgraph.ops.loop_boundary import LEAVE
+from distgraph.ops.control.loop_boundary import LEAVE
 from distgraph.passes.complete import complete
 from distgraph.passes.lower import lower
 from distgraph.passes.reshard import reshard

@@ -21,7 +21,8 @@ except ModuleNotFoundError as error:
 
 from distgraph.frontends.torch import aten as aten
 from distgraph.frontends.torch.imported_module import ImportedModule, import_module
+from distgraph.frontends.torch.opaque_ops import OpaqueOp
 from distgraph.frontends.torch.rule_registry import register_torch_op
 from distgraph.frontends.torch.torch_optimizers import import_optimizer
 
-__all__ = ["ImportedModule", "import_module", "import_optimizer", "register_torch_op"]
+__all__ = ["ImportedModule", "OpaqueOp", "import_module", "import_optimizer", "register_torch_op"]

@@ -28,6 +28,7 @@ from distgraph.frontends.torch.exported_graph import (
 from distgraph.frontends.torch.forward_recording import computes_the_same
 from distgraph.frontends.torch.fused_patterns import fuse_patterns
 from distgraph.frontends.torch.layer_replication import replicate
+from distgraph.frontends.torch.opaque_ops import OPAQUE, OpaqueOp, OpaqueOps
 from distgraph.frontends.torch.repeated_layers import Run, copied, find_runs
 from distgraph.frontends.torch.rule_registry import IGNORED, RULES
 
@@ -48,6 +49,7 @@ def export(
     kwargs: Mapping[str, Any],
     dynamic_shapes: Any,
     dynamic_batch: bool,
+    opaque: OpaqueOps,
     other: Exported | None = None,
 ) -> Exported:
     """Export a module in its present mode (training or evaluation).
@@ -56,7 +58,7 @@ def export(
     recordings of the forward pass show that this is the same program; else the whole module is.
 
     Args:
-        module, args, kwargs, dynamic_shapes, dynamic_batch: as of `import_module`.
+        module, args, kwargs, dynamic_shapes, dynamic_batch, opaque: as of `import_module`.
         other: of the other mode, if there is one; it is the result where both are equal.
 
     Raises:
@@ -76,10 +78,10 @@ def export(
             warnings.simplefilter("ignore")
             runs = find_runs(module)
             if runs and computes_the_same(module, runs, args, kwargs):
-                result = export_by_layers(module, runs, args, kwargs, dynamic_shapes, other)
+                result = export_by_layers(module, runs, args, kwargs, dynamic_shapes, opaque, other)
                 if result is not None:
                     return result
-            return export_whole(module, args, kwargs, dynamic_shapes, other)
+            return export_whole(module, args, kwargs, dynamic_shapes, opaque, other)
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
 
@@ -90,11 +92,12 @@ def export_by_layers(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     dynamic_shapes: Any,
+    opaque: OpaqueOps,
     other: Exported | None,
 ) -> Exported | None:
     """Export a module whose layers are equal in each of `runs`; None where their graphs differ."""
     try:
-        result = export_whole(copied(module, runs, {}), args, kwargs, dynamic_shapes, other)
+        result = export_whole(copied(module, runs, {}), args, kwargs, dynamic_shapes, opaque, other)
     except Exception:  # noqa: BLE001 - the export of all layers reports it, if it is the model's
         return None
     if result is other:
@@ -113,6 +116,7 @@ def export_whole(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     dynamic_shapes: Any,
+    opaque: OpaqueOps,
     other: Exported | None,
 ) -> Exported:
     """Export all layers of a module.
@@ -125,7 +129,7 @@ def export_whole(
         if other is not None and captured == other.captured:
             return other
         _detach_outside_gradients(exported.graph)
-        exported = exported.run_decompositions(_decompositions())
+        exported = exported.run_decompositions(_decompositions(opaque))
     except _FAILURES as error:
         raise _refused(module, error) from error
     for node in reversed(exported.graph.nodes):
@@ -139,7 +143,7 @@ def export_whole(
     shapes_of = {inputs[n.name].name: n.meta["val"] for n in placeholders if inputs[n.name].kind == "input"}
     kind, names = output_names(exported.call_spec.out_spec)
     result = Exported(exported.graph_module, inputs, shapes_of, mutated, names, kind, captured)
-    check_rules(result, type(module).__name__)
+    check_rules(result, type(module).__name__, opaque)
     return result
 
 
@@ -181,10 +185,10 @@ def _at_least_two(leaf: Any) -> Any:
     return leaf
 
 
-def _decompositions() -> Any:
-    """The decompositions of torch, without those of the ops that have a rule."""
+def _decompositions(opaque: OpaqueOps) -> Any:
+    """The decompositions of torch, without those of the ops that have a rule or are named as opaque."""
     table = torch.export.default_decompositions()
-    for name in RULES:
+    for name in (*RULES, *opaque.names()):
         library, op, overload = name.split(".")
         packet = getattr(getattr(torch.ops, library), op, None)
         if packet is not None and overload in packet.overloads():
@@ -297,26 +301,38 @@ def _without_rule(node: torch.fx.Node) -> str:
     return "" if name in RULES else name
 
 
-def check_rules(exported: Exported, model: str) -> None:
-    """Raises GraphError that lists all ops without a rule, with the lines of the model that call them."""
-    missing: dict[str, list[str]] = {}
+def check_rules(exported: Exported, model: str, opaque: OpaqueOps) -> None:
+    """Mark the calls that are imported as opaque ops.
+
+    Raises:
+        GraphError: ops have neither a rule nor can be opaque; lists all, with the lines of the model that
+            call them.
+    """
+    missing: dict[tuple[str, str], list[str]] = {}
     graph = exported.module.graph
     with_graphs = [node for node in graph.nodes if node.op == "call_function" and unnamed_op(node)]
     for node in [*depending_nodes(exported), *branch_nodes(exported.module), *with_graphs]:
         name = _without_rule(node)
-        if name:
-            where = source_line(node)
-            missing.setdefault(name, [])
-            if where not in missing[name]:
-                missing[name].append(where)
+        if not name:
+            continue
+        opaque_op = opaque.find(node)
+        if isinstance(opaque_op, OpaqueOp):
+            node.meta[OPAQUE] = opaque_op
+            continue
+        reason = opaque_op
+        places = missing.setdefault((name, reason), [])
+        if source_line(node) not in places:
+            places.append(source_line(node))
     if missing:
         lines = [
-            f"  {name} ({', '.join(places[:4])}{', ...' if places[4:] else ''})"
-            for name, places in missing.items()
+            f"  {name} ({', '.join(places[:4])}{', ...' if places[4:] else ''}){reason and ': ' + reason}"
+            for (name, reason), places in missing.items()
         ]
         raise GraphError(
             f"{model} uses {len(missing)} op{'s' if len(missing) > 1 else ''} of torch without a rule:\n"
             + "\n".join(lines)
-            + "\nwrite them with other ops, or give each a rule with "
-            '@distgraph.frontends.torch.register_torch_op("name")'
+            + "\nwrite them with other ops, give each a rule with "
+            '@distgraph.frontends.torch.register_torch_op("name"), or have torch compute those that are '
+            'elementwise, opaque="elementwise", or treat positions of dims independently, '
+            'opaque={"name": "index rule"}'
         )

@@ -19,6 +19,7 @@ from distgraph.errors import GraphError
 from distgraph.frontends.torch.complex_numbers import Complex, complex_result
 from distgraph.frontends.torch.exported_graph import Exported, module_path, op_name, source_line
 from distgraph.frontends.torch.folded_constant import Constant
+from distgraph.frontends.torch.opaque_ops import OPAQUE, opaque_results
 from distgraph.frontends.torch.rule_registry import IGNORED, RANDOM, RULES
 from distgraph.frontends.torch.torch_dtypes import short_dtype
 from distgraph.nn.parameter import Parameter
@@ -210,6 +211,8 @@ def _traced(node: torch.fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any])
     """The results of a node by its rule, in the dtypes that torch computes."""
     if any(isinstance(x, Complex) for x in pytree.tree_leaves((args, kwargs))):
         return complex_result(op_name(node), args, kwargs)
+    if OPAQUE in node.meta:
+        return opaque_results(node, node.meta[OPAQUE], args, kwargs)
     rule = RULES[op_name(node)]
     trace, expected = Trace.current(), node.meta.get("val")
 

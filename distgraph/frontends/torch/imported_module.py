@@ -14,6 +14,7 @@ from distgraph.frontends.imported_model import ImportedModel, returned
 from distgraph.frontends.torch.exported_graph import Exported
 from distgraph.frontends.torch.exporting import export
 from distgraph.frontends.torch.graph_evaluator import evaluate
+from distgraph.frontends.torch.opaque_ops import OpaqueOp, check_used, opaque_ops
 from distgraph.frontends.torch.torch_dtypes import as_array, short_dtype
 from distgraph.ir.dtypes import is_float
 from distgraph.ir.mesh import ProcessMesh
@@ -83,6 +84,7 @@ def import_module(
     *,
     dynamic_batch: bool = True,
     dynamic_shapes: Any = None,
+    opaque: str | Mapping[str, str | OpaqueOp] | None = None,
 ) -> ImportedModule:
     """A module of torch as a module of distgraph, which trains, plans and exports like any other.
 
@@ -96,9 +98,12 @@ def import_module(
         example_kwargs: further keyword arguments; those that are no tensors are part of the program.
         dynamic_batch: whether dim 0 of every input is the batch, whose size may differ from the example's.
         dynamic_shapes: as of `torch.export.export`, in place of `dynamic_batch`.
+        opaque: ops without a rule that the program calls instead of computing them itself: "elementwise" for
+            all that torch declares so, or name of an op -> index rule or `OpaqueOp`.
 
     Raises:
-        GraphError: torch.export refuses the module, or it uses ops without a rule: all are listed.
+        GraphError: torch.export refuses the module, or it uses ops that have no rule and cannot be opaque:
+            all are listed.
 
     Example:
         >>> import torch, distgraph as dg
@@ -110,15 +115,17 @@ def import_module(
     if not isinstance(module, torch.nn.Module):
         raise GraphError(f"module is a {type(module).__name__} but must be a torch.nn.Module")
     args, kwargs = _arguments(example_inputs, example_kwargs)
-    training = evaluation = export(module, args, kwargs, dynamic_shapes, dynamic_batch)
+    allowed = opaque_ops(opaque)
+    training = evaluation = export(module, args, kwargs, dynamic_shapes, dynamic_batch, allowed)
     modes = {m: m.training for m in module.modules()}
     if any(modes.values()):
         module.eval()
         try:
-            evaluation = export(module, args, kwargs, dynamic_shapes, dynamic_batch, training)
+            evaluation = export(module, args, kwargs, dynamic_shapes, dynamic_batch, allowed, training)
         finally:
             for part, was in modes.items():
                 part.training = was
+    check_used(allowed, (training, evaluation), type(module).__name__)
     return ImportedModule(module, training, evaluation)
 
 

@@ -38,3 +38,18 @@ def as_array(tensor: torch.Tensor) -> Any:
         return host.view(torch.int16).numpy().view(np.dtype(ml_dtypes.bfloat16))
     short_dtype(host.dtype)
     return host.numpy()
+
+
+def as_tensor(array: Any) -> torch.Tensor:
+    """The numbers of a NumPy array as a tensor on the host; it may share the memory of the array."""
+    block = np.ascontiguousarray(array).reshape(np.shape(array))
+    if not block.flags.writeable:  # torch has no tensors that cannot be written
+        block = block.copy()
+    if block.dtype == np.dtype(ml_dtypes.bfloat16):
+        return torch.from_numpy(block.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(block)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype of torch of a short name."""
+    return next(dtype for dtype, short in _SHORT.items() if short == name)

@@ -29,7 +29,7 @@ from distgraph.ir.matmul_algorithm import MatmulAlgorithm
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.op_registry import lookup
 from distgraph.ir.sharding_spec import AxisAttr, DistAttr, OpAxes, ShardSpec
-from distgraph.ops import loop_boundary as boundary
+from distgraph.ops.control import loop_boundary as boundary
 
 BODY, CONDITION = "body", "condition"
 HELD, KIND, RESULTS = "loop", "loop_kind", "loop_results"

@@ -14,7 +14,7 @@ from distgraph.ir.graph import Graph, Op, Value
 from distgraph.ir.index_rule import OpLayout
 from distgraph.ir.loops import CARRY, FIXED, ITEM, Loop, source_values
 from distgraph.ir.sharding_spec import DistAttr
-from distgraph.ops.loop_boundary import INTO, OUT_OF, TEST
+from distgraph.ops.control.loop_boundary import INTO, OUT_OF, TEST
 from distgraph.passes.redistribution.source_layout import follow
 from distgraph.passes.serial.loops.flatten import BODY, CONDITION, HELD, KIND, RESULTS, is_flat, loops_around
 
