@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-_START: Final = 19  # of the fields behind the command in /proc/PID/stat
+_FLAGS: Final = 6  # of the fields behind the command in /proc/PID/stat
+_START: Final = 19
+_PF_EXITING: Final = 0x4  # <linux/sched.h>
 _PR_SET_PDEATHSIG: Final = 1  # <sys/prctl.h>
 _STOPPED_STATES: Final = frozenset("Tt")
 _END_SECONDS: Final = 5.0
@@ -36,6 +38,14 @@ class Process:
         """Letter of its state as in /proc/PID/stat; empty when it has ended."""
         fields = _stat(self.pid)
         return fields[0] if fields is not None and fields[_START] == self.started else ""
+
+    @property
+    def ending(self) -> bool:
+        """Whether it has ended, or has begun to: it closes its files before its pidfd becomes readable."""
+        fields = _stat(self.pid)
+        if fields is None or fields[_START] != self.started:
+            return True
+        return fields[0] in "ZX" or bool(int(fields[_FLAGS]) & _PF_EXITING)
 
     @property
     def parent(self) -> int:

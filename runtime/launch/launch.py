@@ -189,8 +189,8 @@ class _Job:
 
         Args:
             code: exit code of mpiexec; the number of the signal where a process that it watches was killed.
-            lost_supervisors: ranks whose supervisors were killed. The launcher does not know one that was
-                killed while it was starting, after which mpiexec kills the others.
+            lost_supervisors: ranks among which is the one whose supervisor was killed. The launcher does not
+                know one that was killed while it was starting, after which mpiexec kills the others.
         """
         if code < 0:
             return f"mpiexec was killed by {signal.Signals(-code).name}, all ranks are stopped", 128 - code
@@ -199,7 +199,7 @@ class _Job:
             return f"mpiexec ended with exit code {code} before the ranks could say why", code
         number = signal.Signals(code if code in _KILLING else signal.SIGKILL)
         all_started = lost_supervisors and len([*self.path.glob("supervisor.*")]) == self.n
-        which = f"supervisor of rank {lost_supervisors[0]}" if all_started else "mpiexec or a supervisor"
+        which = _supervisor_of(lost_supervisors) if all_started else "mpiexec or a supervisor"
         return f"{which} was killed by {number.name}, all {self.n} ranks are stopped", 128 + number
 
     def _early_end(self) -> str:
@@ -214,19 +214,25 @@ class _Job:
         return f"rank {names} has ended without ending MPI (os._exit?), so mpiexec has stopped the others"
 
 
+def _supervisor_of(ranks: Sequence[int]) -> str:
+    """Words for the supervisor of one of some ranks."""
+    *others, last = map(str, ranks)
+    return f"supervisor of rank {', '.join(others)} or {last}" if others else f"supervisor of rank {last}"
+
+
 def _record_losses(code: int, problem: str | None, lost: Sequence[int], env: Mapping[str, str]) -> None:
     """Record what the launcher of an elastic job has seen, where no process of the job has recorded a loss.
 
     Args:
         code: exit code of mpiexec.
         problem: error text of the monitor.
-        lost: ranks whose supervisors were lost. mpiexec kills the others after the first.
+        lost: ranks among which is the one whose supervisor was lost.
         env: environment of the ranks.
     """
     folder = elastic_folder(env)
     if folder is None or read_losses(folder):
         return
     if lost:
-        record_loss(Loss(problem or f"supervisor of rank {lost[0]} was killed", lost[0]), env)
+        record_loss(Loss(problem or f"{_supervisor_of(lost)} was killed", lost[0]), env)
     elif problem is not None or code < 0:
         record_loss(Loss(problem or f"mpiexec was killed by {signal.Signals(-code).name}"), env)

@@ -71,7 +71,8 @@ class Monitor:
     """Watches the processes of a job for its launcher.
 
     Attributes:
-        lost: ranks whose supervisor was killed, in the order in which that was seen.
+        lost: the rank whose supervisor was killed or does not answer. mpiexec kills the other supervisors
+            soon after, so these are several ranks where several had ended when the launcher looked.
     """
 
     def __init__(self, mpiexec: int, job: Path, ranks: int, environ: Mapping[str, str]) -> None:
@@ -116,11 +117,18 @@ class Monitor:
         return None
 
     def _note_lost(self) -> None:
+        found: list[int] = []
         for rank, descriptor in list(self.watched.items()):
             if ended(descriptor):
                 os.close(self.watched.pop(rank))
-                if not (self.job / f"{CLOSED}.{rank}").exists():
-                    self.lost.append(rank)
+                if not self._closed(rank):
+                    found.append(rank)
+        if found and not self.lost:
+            ending = [rank for rank in self.watched if self.supervisors[rank].ending]
+            self.lost = sorted(found + [rank for rank in ending if not self._closed(rank)])
+
+    def _closed(self, rank: int) -> bool:
+        return (self.job / f"{CLOSED}.{rank}").exists()
 
     def _problem(self) -> str | None:
         for pid, silence in self.others.items():
@@ -133,7 +141,7 @@ class Monitor:
                     continue  # it has ended, and mpiexec is about to end because of that
                 how = "is stopped" if supervisor.stopped else "does not answer"
                 process = f"supervisor of rank {rank} (process {supervisor.pid})"
-                self.lost.append(rank)
+                self.lost = [rank]
                 return f"{process} {how} since {silence.seconds():.0f} s"
         if len(self.silences) < self.ranks and self.started.seconds() > self.start_limit:
             return self._not_started()

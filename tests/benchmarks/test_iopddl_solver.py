@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ from support.paths import DATA
 from support.search.layout_problems import brute_force, hard_problem, random_problem
 
 from benchmarks.support.iopddl_reader import read_contest
+from benchmarks.support.iopddl_solver.branch_and_bound import Tree
+from benchmarks.support.iopddl_solver.large_neighbourhood import Neighbourhoods
 from benchmarks.support.iopddl_solver.search import solve
 from benchmarks.support.iopddl_solver.search_process import Job, Worker
 from benchmarks.support.iopddl_solver.subproblem import PartDual, Subproblem, restrict
@@ -124,6 +127,15 @@ def test_a_second_process_sends_what_it_finds(task: Any) -> None:
     assert found[0].ended == (task == "exact")
 
 
+def test_the_seconds_of_a_search_are_those_of_the_wall_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tree, "search", lambda *_: None)
+    monkeypatch.setattr(Neighbourhoods, "improve", lambda *_: False)
+    monkeypatch.setitem(sys.modules, "pyscipopt", None)
+    found = solve(hard_problem(), seconds=1)
+    assert found.status == "feasible"
+    assert not found.cut
+
+
 def test_scip_that_is_missing_is_said_and_does_not_stop_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyscipopt", None)
     found = solve(hard_problem(), seconds=100)
@@ -138,10 +150,12 @@ def test_scip_that_is_killed_is_said_and_does_not_stop_the_search(monkeypatch: p
             self._process.kill()
             self._process.wait()
 
+    class OneNodeFirst(Tree):  # or it ends in its first turn
+        def search(self, left: Callable[[], float], steps: int, visits: int = sys.maxsize) -> None:
+            super().search(left, steps, visits if self.visited else 1)
+
     monkeypatch.setattr("benchmarks.support.iopddl_solver.parallel_search.Worker", Killed)
-    module = sys.modules["benchmarks.support.iopddl_solver.search"]
-    monkeypatch.setattr(module, "_SHORTEST", 0.05)  # or the tree ends in its first turn
-    monkeypatch.setattr(module, "_TURN_SHARE", 0.0)
+    monkeypatch.setattr("benchmarks.support.iopddl_solver.search.Tree", OneNodeFirst)
     found = solve(hard_problem(), seconds=100)
     assert found.status == "optimal"
     assert "SCIP (pyscipopt) stopped with exit code -9" in found.message

@@ -12,6 +12,7 @@ In order:
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from itertools import count
 
@@ -28,6 +29,7 @@ from distgraph.passes.search.solver.incumbent import Incumbent
 from distgraph.passes.search.solver.problem import Problem, Solution
 from distgraph.passes.search.solver.reduced_problem import Network
 from distgraph.passes.search.solver.reductions import reduce_network
+from distgraph.passes.search.solver.work import Work
 
 __all__ = ["solve"]
 
@@ -51,7 +53,7 @@ def solve(problem: Problem, *, seconds: float = 60.0, threads: int = 1, seed: in
 
     Args:
         problem: what to solve.
-        seconds: wall-clock limit, as for the product's `solve`.
+        seconds: wall-clock limit; the product's `solve` has a limit of work instead.
         threads: 1 or 2 processor cores to use.
         seed: of what is random.
 
@@ -71,13 +73,30 @@ def solve(problem: Problem, *, seconds: float = 60.0, threads: int = 1, seed: in
     return search.incumbent.solution()
 
 
+class _WallClock(Work):
+    """The seconds of a search on the wall clock, which limit it instead of the work that it does."""
+
+    def __init__(self, budget: float) -> None:
+        super().__init__(budget)
+        self._began = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the search began."""
+        return time.perf_counter() - self._began
+
+    def left(self) -> float:
+        """Seconds until the limit."""
+        return self.budget - self.seconds
+
+
 class _Search:
     """One search: what is known so far, and the phases that add to it."""
 
     def __init__(self, problem: Problem, seconds: float, threads: int, seed: int) -> None:
         self.threads, self.total = threads, seconds
         self.generator = np.random.default_rng(seed)
-        self.incumbent = Incumbent(problem, seconds, 0.0)
+        self.incumbent = Incumbent(problem, _WallClock(seconds), 0.0)
         self.left, self.until = self.incumbent.left, self.incumbent.until
         self.phase, self.prove = self.incumbent.phase, self.incumbent.prove
 

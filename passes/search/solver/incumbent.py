@@ -17,7 +17,6 @@ __all__ = ["Incumbent"]
 
 _ROUNDING = 1e-9  # gap below which a choice counts as optimal: sums of floats are no more exact
 _WITHIN = 1.0 - 1e-6  # of the gap, so that a bound at the cutoff reaches the gap in spite of rounding
-_RESERVE = 0.02  # of the seconds, for what is under way when they are over
 _CUT = "the wall clock ended the search before its work was done: another time the choice may be another"
 
 
@@ -26,7 +25,7 @@ class Incumbent:
 
     Args:
         problem: what is solved.
-        seconds: limit of the search, in seconds of work (`Work`).
+        work: counts the work of the search, and limits it.
         gap: (objective - bound) / |objective| at which the search may end.
 
     Attributes:
@@ -35,19 +34,17 @@ class Incumbent:
         bound: no choice costs less.
         infeasible: whether it is proved that there is no choice.
         interrupted: whether the user ended the search.
-        work: what was done so far.
         seconds: wall-clock seconds of every phase so far.
         message: what else there is to say.
     """
 
-    def __init__(self, problem: Problem, seconds: float, gap: float) -> None:
-        self.problem, self.gap = problem, max(gap, _ROUNDING)
+    def __init__(self, problem: Problem, work: Work, gap: float) -> None:
+        self.problem, self.work, self.gap = problem, work, max(gap, _ROUNDING)
         self.choice: tuple[int, ...] | None = None
         self.objective, self.bound = math.inf, -math.inf
         self.infeasible = self.interrupted = False
         self.seconds: dict[str, float] = {}
         self.message = ""
-        self.work = Work((1 - _RESERVE) * seconds)
         self._shortage: tuple[int | None, float] = (None, 0.0)
 
     @property

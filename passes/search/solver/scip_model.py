@@ -11,8 +11,12 @@ y may be continuous: once x is 0 or 1, the rows that tie y to x leave one pair o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -101,9 +105,8 @@ class ExactModel:
             model.setParam("limits/time", max(0.01, work.wall_seconds()))
             counter = _counter(work, left)
             model.includeEventhdlr(counter, "work", "counts iterations of linear programs")
-            model.optimize()
-            if counter.interrupted:
-                raise KeyboardInterrupt
+            with _interrupts_after(counter):
+                model.optimize()
             return
         while True:
             model.setParam("limits/time", model.getSolvingTime() + max(0.01, min(_SLICE, left())))
@@ -163,7 +166,7 @@ def _counter(work: Work, left: Callable[[], float]) -> Any:
     It is called after linear programs, and for every cut that is added to one.
 
     Attributes:
-        interrupted: whether the user has interrupted the search.
+        interrupted: whether SCIP is to be interrupted for another reason; any code may set it.
     """
     scip = import_module("pyscipopt")
     kinds = scip.SCIP_EVENTTYPE
@@ -180,17 +183,39 @@ def _counter(work: Work, left: Callable[[], float]) -> Any:
             self.model.dropEvent(events, self)
 
         def eventexec(self, event: Any) -> None:
-            try:
-                done = self.model.getNLPIterations() + self.model.getNStrongbranchLPIterations()
-                work.add_iterations(done - self.seen)
-                self.seen = done
-                if left() <= 0:
-                    self.model.interruptSolve()
-            except KeyboardInterrupt:
-                self.interrupted = True
+            done = self.model.getNLPIterations() + self.model.getNStrongbranchLPIterations()
+            work.add_iterations(done - self.seen)
+            self.seen = done
+            if self.interrupted or left() <= 0:
                 self.model.interruptSolve()
 
     return Counter()
+
+
+@contextmanager
+def _interrupts_after(counter: Any) -> Iterator[None]:
+    """Inside, Ctrl-C interrupts SCIP by its counter; what Ctrl-C does otherwise follows at the end.
+
+    An exception in the middle of a callback would be swallowed, or become an error of SCIP: pyscipopt calls
+    Python between events, too. Nothing changes outside of the main thread, or where Ctrl-C calls no function.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    frames: list[FrameType | None] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        frames.append(frame)
+        counter.interrupted = True
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if frames:
+            before(signal.SIGINT, frames[0])
 
 
 def _add_limit(model: Any, quicksum: Any, flat: Flat, x: list[Any]) -> None:

@@ -35,6 +35,7 @@ from distgraph.passes.search.solver.reduced_problem import Network
 from distgraph.passes.search.solver.reductions import reduce_network
 from distgraph.passes.search.solver.rounding import dive, dive_into_neighbourhoods
 from distgraph.passes.search.solver.scip_model import ExactModel, missing_scip
+from distgraph.passes.search.solver.work import Work
 
 __all__ = ["solve"]
 
@@ -77,7 +78,7 @@ def solve(
     """
     if not seconds >= 0 or not gap >= 0:
         raise GraphError(f"{problem.name}: seconds={seconds} and gap={gap} must be 0 or more")
-    incumbent = Incumbent(problem, seconds, gap)
+    incumbent = Incumbent(problem, Work(seconds), gap)
     try:
         with incumbent.phase("obvious"):
             incumbent.see_obvious(start)

@@ -18,6 +18,7 @@ _DOMINANCE, _NODE = 14e-9, 6e-5
 _PAIR, _ITERATION = 5e-5, 5e-4
 """Seconds of building and presolving a model of SCIP, for each pair of it, and of all that it does between
 two iterations of linear programs."""
+_RESERVE = 0.02  # of the seconds, for what is under way when they are over
 _LOAD = 20.0
 """How many times the seconds may pass on the wall clock before it ends a search: a machine may be busy."""
 _LEAST_WALL = 20.0
@@ -28,16 +29,21 @@ class Work:
     """Counts the work of one search, within a budget.
 
     Args:
-        budget: seconds of work.
+        budget: seconds of work; a small part is kept for what is under way when they are over.
 
     Attributes:
-        seconds: of work until now.
         cut: whether the wall clock has ended the search.
     """
 
     def __init__(self, budget: float) -> None:
-        self.budget, self.seconds, self.cut = budget, 0.0, False
+        self.budget, self.cut = (1 - _RESERVE) * budget, False
+        self._seconds = 0.0
         self._end = time.perf_counter() + max(_LOAD * budget, _LEAST_WALL)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of work until now."""
+        return self._seconds
 
     def left(self) -> float:
         """Seconds of work that are left; none where the wall clock has ended the search."""
@@ -50,16 +56,16 @@ class Work:
 
     def add_pass(self, entries: int) -> None:
         """Count passes of the dual over some entries of tables."""
-        self.seconds += _STEP + _ENTRY * entries
+        self._seconds += _STEP + _ENTRY * entries
 
     def add_node(self, comparisons: int) -> None:
         """Count a node that the reductions look at."""
-        self.seconds += _NODE + _DOMINANCE * comparisons
+        self._seconds += _NODE + _DOMINANCE * comparisons
 
     def add_model(self, pairs: int) -> None:
         """Count that SCIP begins with a model of some pairs."""
-        self.seconds += _PAIR * pairs
+        self._seconds += _PAIR * pairs
 
     def add_iterations(self, iterations: int) -> None:
         """Count iterations of linear programs of SCIP."""
-        self.seconds += _ITERATION * iterations
+        self._seconds += _ITERATION * iterations

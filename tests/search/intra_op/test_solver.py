@@ -9,6 +9,7 @@ import math
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -20,7 +21,7 @@ from support.search.layout_problems import brute_force, cost_of, fits, hard_prob
 
 from benchmarks.support.iopddl_reader import problem_of, read_contest
 from distgraph.errors import GraphError
-from distgraph.passes.search.solver import solve
+from distgraph.passes.search.solver import scip_model, solve
 from distgraph.passes.search.solver.flat_problem import Flat
 from distgraph.passes.search.solver.incumbent import Incumbent
 from distgraph.passes.search.solver.lagrangian_dual import Dual
@@ -28,6 +29,7 @@ from distgraph.passes.search.solver.problem import Problem, Use, gap_of
 from distgraph.passes.search.solver.reduced_problem import Network
 from distgraph.passes.search.solver.reductions import reduce_network
 from distgraph.passes.search.solver.scip_model import ExactModel
+from distgraph.passes.search.solver.work import Work
 
 DATA = DATA / "iopddl"
 
@@ -290,14 +292,14 @@ def test_an_interrupt_while_scip_runs_returns_the_best_so_far(monkeypatch: pytes
     run = ExactModel.solve
 
     def interrupted(self: ExactModel, *given: Any) -> float:
-        timer = signal.setitimer(signal.ITIMER_VIRTUAL, 0.05, 0.05)  # again, where a callback swallows it
+        timer = signal.setitimer(signal.ITIMER_VIRTUAL, 0.05, 0.05)  # again, where the garbage collector runs
         assert timer == (0.0, 0.0)
         return run(self, *given)
 
     def interrupt(_: object, frame: FrameType | None) -> None:
         if frame is not None and frame.f_code.co_name != "gc_callback":  # Python ignores what these raise
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
 
     problem = hard_problem(side=12)
     monkeypatch.setattr(ExactModel, "solve", interrupted)
@@ -312,6 +314,30 @@ def test_an_interrupt_while_scip_runs_returns_the_best_so_far(monkeypatch: pytes
     assert problem.feasible(found.choice)
     assert "interrupted" in found.message
     assert found.seconds["exact"] < 50
+
+
+def test_an_interrupt_between_the_events_of_scip_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SCIP calls Python before its first event: an exception there would be an error of SCIP."""
+    make = scip_model._counter
+
+    def interrupting(work: Work, left: Callable[[], float]) -> Any:
+        counter = make(work, left)
+        begin = counter.eventinit
+
+        def eventinit() -> None:
+            signal.raise_signal(signal.SIGINT)
+            begin()
+
+        counter.eventinit = eventinit
+        return counter
+
+    problem = hard_problem(side=12)
+    monkeypatch.setattr(scip_model, "_counter", interrupting)
+    found = solve(problem, seconds=100)
+    assert found.status == "feasible"
+    assert found.choice is not None
+    assert problem.feasible(found.choice)
+    assert "interrupted" in found.message
 
 
 def test_a_problem_that_needs_branching_is_solved_by_scip() -> None:
