@@ -16,8 +16,7 @@ that are added to a flat program are named after an op of the body, as `decompos
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -46,17 +45,6 @@ def has_loops(graph: Graph) -> bool:
 def is_flat(graph: Graph) -> bool:
     """Whether a graph has flat loops."""
     return any(HELD in op.attrs for op in graph.ops if op.kind in boundary.OUT_OF)
-
-
-def turns_of(graph: Graph) -> Callable[[str], int]:
-    """(name of an op or value of a flat program) -> how often loops compute it, for each micro-batch."""
-    held = {op.name: op.attrs[HELD] for op in graph.ops if op.kind in boundary.OUT_OF and HELD in op.attrs}
-    turns = {name: int(attrs.get("length", attrs.get("turns", 1))) for name, attrs in held.items()}
-
-    def of(name: str) -> int:
-        return math.prod(turns[loop] for loop in loops_around(name, turns)) if turns else 1
-
-    return of
 
 
 def loops_around(name: str, loops: Collection[str]) -> Iterator[str]:
