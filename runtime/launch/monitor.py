@@ -117,15 +117,15 @@ class Monitor:
         return None
 
     def _note_lost(self) -> None:
-        found: list[int] = []
+        killed: list[int] = []
         for rank, descriptor in list(self.watched.items()):
             if ended(descriptor):
                 os.close(self.watched.pop(rank))
                 if not self._closed(rank):
-                    found.append(rank)
-        if found and not self.lost:
+                    killed.append(rank)
+        if killed and not self.lost:
             ending = [rank for rank in self.watched if self.supervisors[rank].ending]
-            self.lost = sorted(found + [rank for rank in ending if not self._closed(rank)])
+            self.lost = sorted(killed + [rank for rank in ending if not self._closed(rank)])
 
     def _closed(self, rank: int) -> bool:
         return (self.job / f"{CLOSED}.{rank}").exists()
