@@ -67,18 +67,32 @@ def recomputing(request: CompileRequest, layers: Sequence[Layer], numbers: Seque
 
 
 def _layers_in(path: str, serial: Graph, layers: Sequence[Layer]) -> list[int]:
-    """The layers all of whose ops belong to a module. Raises ShardingError: there are none."""
+    """The layers of a module: all their ops belong to it, but for some of modules around it, such as an
+    activation between two modules.
+
+    Raises:
+        ShardingError: there are none.
+    """
     scopes = [{serial.producers[name].scope for name in layer.ops} for layer in layers]
     numbers = [
         number
-        for number, inside in enumerate(scopes)
-        if all(f"{scope}.".startswith(f"{path}.") for scope in inside)
+        for number, of_layer in enumerate(scopes)
+        if (inside := {scope for scope in of_layer if _contains(path, scope)})
+        and all(_contains(scope, path) for scope in of_layer - inside)
     ]
     if numbers:
         return numbers
-    starts = (f"{number} ({serial.producers[layer.ops[0]].scope})" for number, layer in enumerate(layers))
-    raise ShardingError(
-        f"recompute of Strategy names module {path!r} but no layer of the program is in it; layers begin "
-        f"in {', '.join(starts)}; name one of these modules or numbers, or recompute any module by "
-        f"dg.recompute(module)"
+    starts = (
+        f"{number} ({serial.producers[layer.ops[0]].scope or 'the model itself'})"
+        for number, layer in enumerate(layers)
     )
+    raise ShardingError(
+        f"recompute of Strategy names module {path!r} but no layer of the program has ops of it and "
+        f"none of a module beside it; layers begin in {', '.join(starts)}; name layers by these "
+        f"numbers, a module that contains whole layers, or recompute any module by dg.recompute(module)"
+    )
+
+
+def _contains(module: str, scope: str) -> bool:
+    """Whether a scope is that of a module or of one inside it; the scope of the model itself is empty."""
+    return not module or f"{scope}.".startswith(f"{module}.")

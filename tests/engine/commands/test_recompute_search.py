@@ -244,6 +244,35 @@ def test_layers_by_number_and_by_module() -> None:
     assert losses(engine(3, plan=Plan.parse(plan.text()))) == serial
 
 
+class Activated(nn.Module):
+    """Linear layers with an activation of the model itself behind each."""
+
+    def __init__(self) -> None:
+        self.layers = [nn.Linear(8, 8, dtype="f64") for _ in range(3)]
+
+    def forward(self, x: dg.Tensor) -> dg.Tensor:
+        for layer in self.layers:
+            x = ops.tanh(layer(x))
+        return x
+
+
+def test_a_layer_of_a_module_may_have_ops_of_the_modules_around_it() -> None:
+    x, y = np.random.default_rng(4).normal(size=(2, 8, 8))
+
+    def losses_and_layers(recompute: Any) -> tuple[list[float], tuple[int, ...]]:
+        strategy = dg.Strategy(recompute=recompute)
+        trained = dg.Engine(
+            Activated(), nn.MeanSquaredError(), dg.optim.SGD(lr=0.1), strategy=strategy, seed=3
+        )
+        steps = trained.fit((x, y), batch_size=4, epochs=2, progress=False).losses
+        return steps, trained.plan.portable.recompute
+
+    serial, none = losses_and_layers(False)
+    assert none == ()
+    assert losses_and_layers(["layers.1"]) == (serial, (1,))
+    assert losses_and_layers(["layers.0", "layers.2"]) == (serial, (0, 2))
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
