@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from distgraph.engine.callback_events import watching
 from distgraph.engine.callbacks import Callback, ProgressBar
+from distgraph.engine.callbacks.callback_checks import check_callbacks
+from distgraph.engine.callbacks.callback_events import watching
 from distgraph.engine.checkpoints.checkpoint_retention import Checkpoints
 from distgraph.engine.checkpoints.elastic_fit import ElasticFit
 from distgraph.engine.checkpoints.loading import Loaded, check_records, restore_training, verify_files
@@ -44,7 +45,7 @@ from distgraph.resources.runtimes.runtime_model import RuntimeModel
 from distgraph.runtime.execute.checkpoint import Checkpoint
 from distgraph.runtime.execute.measured_timeline import MeasuredTimeline
 from distgraph.runtime.execute.process_group import enter, is_chief
-from distgraph.runtime.execute.recorder import Recording
+from distgraph.runtime.execute.recorder import Recording, StepRecords
 from distgraph.runtime.forecast.forecast import Forecast
 
 
@@ -98,7 +99,9 @@ class Engine:
         self.history = History()
         self.should_stop = False
         self.validates = False  # whether `fit` has data to evaluate after each epoch
-        self._recording: Recording | None = None  # of steps, while there is one
+        self._given = training_spec  # without what a plan decides
+        self._elastic: ElasticFit | None = None  # of the last `fit`
+        self._recordings: dict[object, StepRecords] = {}  # of steps, by who records them
         self._means = Means()  # of the epoch under way
         self._nonfinite = NonFiniteSteps(training_spec.strategy)
         self._conflicts_reported = False  # whether annotations that compete have been looked for
@@ -170,10 +173,11 @@ class Engine:
         enter("engine.fit()")
         if self._session.plan is not None and is_integer(batch_size):
             check_batch(self._session.plan, batch_size)
-        check_training(epochs, batch_size, self.training_spec.strategy.start.micro_batches, callbacks)
+        check_training(epochs, batch_size, self.training_spec.strategy.start.micro_batches)
+        check_callbacks(callbacks)
         source = as_source(train)
-        elastic = ElasticFit(self)
-        watchers = [elastic, *callbacks, *([ProgressBar()] if progress else [])]
+        elastic = self._elastic = ElasticFit(self)
+        watchers = [elastic, *callbacks, *([ProgressBar()] if progress else []), elastic.end_of_step]
         last = epochs if resume else self.epoch + epochs
         resume = elastic.begin(callbacks, batch_size) or resume
         position = self.position if resume else 0
@@ -200,11 +204,11 @@ class Engine:
         offer_step(request, self.cluster, self.memory, batch, self._scalars())
         offer_program(request, self.cluster)
         compiled = self._session.program("train", batch)
-        if self._recording is None:
+        if not self._recordings:
             logs = self._session.numbers(compiled, batch, self._scalars())
         else:
-            step = self.step + 1
-            logs = self._session.recorded(compiled, batch, self._scalars(), self._recording, step)
+            records, step = tuple(self._recordings.values()), self.step + 1
+            logs = self._session.recorded(compiled, batch, self._scalars(), records, step)
         nonfinite_counts = self._session.nonfinite(compiled)
         self._nonfinite.after_step(nonfinite_counts, logs["loss"], self.step + 1, given, self.history)
         self.step += 1
@@ -427,7 +431,7 @@ class Engine:
         Ranks begin a recorded step together; GPUs end a task before the next one begins. `callbacks.Timeline`
         does so for some steps of `fit`.
         """
-        self._recording = Recording()
+        self._recordings["timeline"] = Recording()
 
     def stop_recording(self) -> MeasuredTimeline:
         """End the recording and return it, the same on every process, for a file or for `forecast`.
@@ -435,10 +439,10 @@ class Engine:
         Raises:
             RuntimeFault: there is no recording.
         """
-        if self._recording is None:
+        recording = self._recordings.pop("timeline", None)
+        if not isinstance(recording, Recording):
             raise RuntimeFault("engine records nothing; call start_recording before the steps to record")
-        timeline, self._recording = self._recording.timeline(), None
-        return timeline
+        return recording.timeline()
 
     @property
     def is_chief(self) -> bool:

@@ -28,7 +28,7 @@ from distgraph.plan.plan import Plan
 from distgraph.resources import Cluster
 from distgraph.runtime.execute.device import array_namespace, take_device
 from distgraph.runtime.execute.process_group import World, make_world
-from distgraph.runtime.execute.recorder import Recorder, Recording, contents
+from distgraph.runtime.execute.recorder import Recorder, StepRecords, contents
 
 Key = tuple[str, int, tuple[tuple[str, Field], ...], int]
 """Mode, samples of a batch, fields of a sample, positions of a sequence in the mode generate."""
@@ -107,6 +107,12 @@ class Session:
                 if compiled.mode == mode:
                     return compiled
         raise RuntimeFault(f"engine has no {purpose} yet; call prepare(batch) or fit first")
+
+    def take_plan(self, plan: Plan) -> None:
+        """Train by a plan, before anything is compiled."""
+        assert not self.programs, "a program has the layouts of another plan"
+        self.plan, self.training_spec = plan, with_plan_settings(self.training_spec, plan)
+        self._layouts = {}
 
     def expected(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Shape and dtype of the parameters and buffers of the model, or of the programs of a function."""
@@ -246,15 +252,17 @@ class Session:
         compiled: Compiled,
         batch: Batch,
         scalars: Mapping[str, Any],
-        recording: Recording,
+        recordings: Sequence[StepRecords],
         number: int,
     ) -> dict[str, Any]:
-        """As `numbers`, with the times of all tasks on all ranks added to a recording, as step `number`."""
+        """As `numbers`, with the times of all tasks on all ranks added to recordings, as step `number`."""
         local = set(self.ranks().local) & set(compiled.build.ranks)
         recorders = {rank: Recorder() for rank in sorted(local)}
         numbers = self.numbers(compiled, batch, scalars, recorders)
         gather = self.ranks().gather
-        recording.add(compiled.build.task_graph, number, gather(contents(recorders, gather)))
+        ranks = gather(contents(recorders, gather))
+        for recording in recordings:
+            recording.add(compiled.build.task_graph, number, ranks)
         return numbers
 
     def arrays(self, compiled: Compiled, batch: Batch, scalars: Mapping[str, Any]) -> dict[str, np.ndarray]:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from distgraph.engine.callbacks import Callback
 from distgraph.errors import GraphError, ResourceError, RuntimeFault
 from distgraph.ir.dtypes import check_count, is_integer
 from distgraph.nn import Module
@@ -57,12 +56,12 @@ def check_parts(
         raise GraphError(f"seed is {_shown(seed)} but must be an integer")
 
 
-def check_training(epochs: Any, batch_size: Any, micro_batches: int, callbacks: Any) -> None:
+def check_training(epochs: Any, batch_size: Any, micro_batches: int) -> None:
     """Check the arguments of `fit`.
 
     Raises:
         GraphError: the batch size is no multiple of the number of micro-batches.
-        RuntimeFault: a number is out of range, or a callback has a wrong type.
+        RuntimeFault: a number is out of range.
     """
     check_count("epochs", epochs, RuntimeFault, 0)
     check_count("batch_size", batch_size, RuntimeFault)
@@ -71,14 +70,6 @@ def check_training(epochs: Any, batch_size: Any, micro_batches: int, callbacks: 
             f"batch_size is {batch_size} but micro_batches of the strategy is {micro_batches}; make one a "
             f"multiple of the other"
         )
-    if not isinstance(callbacks, (list, tuple)):
-        raise RuntimeFault(f"callbacks is {_shown(callbacks)} but must be a list of callbacks; put it in [ ]")
-    for position, callback in enumerate(callbacks):
-        if not isinstance(callback, Callback):
-            raise RuntimeFault(
-                f"callbacks[{position}] is {_shown(callback)} but must be an object of a subclass of "
-                "distgraph.callbacks.Callback"
-            )
 
 
 def check_call(subject: str, function: Callable[..., Any], count: int) -> None:

@@ -13,7 +13,7 @@ import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -149,6 +149,13 @@ class RecordingTransport:
             return _RecordedRequest(attribute(*args), name, self._recorder, start)
 
         return started
+
+
+class StepRecords(Protocol):
+    """What gets the records of every step while an engine records."""
+
+    def add(self, graph: TaskGraph, number: int, ranks: Mapping[int, MeasuredRank]) -> None:
+        """Add step `number` of a program on all ranks."""
 
 
 class Recording:

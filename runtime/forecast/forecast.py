@@ -219,7 +219,7 @@ def forecasts(
     """
     structure = ProgramStructure(build)
     for cluster, runtime in cases:
-        yield _Forecaster(structure, cluster, _devices(build, cluster, mapping), runtime, trace).run()
+        yield StepForecaster(structure, cluster, _devices(build, cluster, mapping), runtime, trace).run()
 
 
 def _devices(build: Build, cluster: Cluster, mapping: RankMapping | Sequence[int] | None) -> tuple[int, ...]:
@@ -236,7 +236,9 @@ def _devices(build: Build, cluster: Cluster, mapping: RankMapping | Sequence[int
     return devices
 
 
-class _Forecaster:
+class StepForecaster:
+    """Times the tasks of ranks; arguments as those of `forecasts`, for one case."""
+
     def __init__(
         self,
         structure: ProgramStructure,

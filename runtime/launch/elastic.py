@@ -9,6 +9,10 @@ A job is started again, with another number of ranks, when it has lost some:
 
 `fit` goes on at the last common step by itself (`distgraph/engine/checkpoints/elastic_fit.py`). A job that an
 error of its program has ended is not started again, because the error would come again.
+
+Where `callbacks.Adapt` has found a better plan, all ranks end, and the same configuration starts again; the
+ranks take the plan from the folder of the job. Adapt limits these starts; they do not count as restarts. The
+plan is for the ranks that it was made for: it is given up when some are lost or come.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from pathlib import Path
 from typing import Final, TextIO
 
 from distgraph.errors import RuntimeFault
+from distgraph.runtime.job.adaptations import ADAPTED, Adaptation, give_up_adaptation
 from distgraph.runtime.job.job_files import STRATEGY_VARIABLE
 from distgraph.runtime.job.losses import ELASTIC, Loss, forget_losses, read_losses
 from distgraph.runtime.launch.elastic_capacity import Capacity
@@ -125,10 +130,14 @@ class _ElasticJob:
         restarts = 0
         while True:
             code, losses = self._start(configuration)
-            stopped = (self.folder / STOPPED).exists()
-            if self.signals.received or not (losses or stopped):
+            grown = (self.folder / STOPPED).exists() or (self.folder / GROW).exists()
+            adapted = (self.folder / ADAPTED).exists()
+            if self.signals.received or not (losses or adapted or (self.folder / STOPPED).exists()):
                 self._note_without_fit(code)
                 return code
+            if adapted and not losses and not grown:
+                self._note_adapted(configuration)
+                continue
             what = "; ".join(loss.text for loss in losses) or "hosts have been added"
             if losses and restarts == self.options.restarts:
                 self.errors.write(f"error: elastic: {what}; the job was started again {restarts} times\n")
@@ -140,13 +149,21 @@ class _ElasticJob:
                 self.errors.write(f"error: {error}\n")
                 return code or 1
             count = f" (restart {restarts} of {self.options.restarts})" if losses else ""
-            ranks = f"{configuration.ranks} rank{'s' * (configuration.ranks > 1)}"
-            self._note(f"{what}; training goes on on {ranks} with {configuration.text}{count}")
+            self._note(f"{what}; training goes on on {_described(configuration)}{count}")
+            if give_up_adaptation(self.folder, what):
+                self._note("the plan of Adapt was for the ranks before; speeds are measured again")
+
+    def _note_adapted(self, configuration: Configuration) -> None:
+        """Say why the same ranks start again."""
+        state = Adaptation.read(self.folder)
+        assert state is not None  # written before the file that says so
+        count = f"(adaptation {state.number} of {state.most})"
+        self._note(f"{state.text}; training goes on on {_ranks(configuration.ranks)} with that plan {count}")
 
     def _start(self, configuration: Configuration) -> tuple[int, list[Loss]]:
         """Run a configuration until it ends. Returns the exit code, and what was lost."""
         forget_losses(self.folder)
-        for name in (GROW, STOPPED):
+        for name in (GROW, STOPPED, ADAPTED):
             (self.folder / name).unlink(missing_ok=True)
         self._ended.clear()
         watcher = threading.Thread(target=self._watch, args=[configuration.ranks], daemon=True)
@@ -220,3 +237,12 @@ class _ElasticJob:
     def _note(self, text: str) -> None:
         self.errors.write(f"distgraph: {text}\n")
         self.errors.flush()
+
+
+def _ranks(number: int) -> str:
+    return f"{number} rank{'s' * (number > 1)}"
+
+
+def _described(configuration: Configuration) -> str:
+    """Number of ranks and what they run."""
+    return f"{_ranks(configuration.ranks)} with {configuration.text}"

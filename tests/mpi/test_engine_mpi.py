@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.programs import adaptive_program
 from support.programs.training import LAYOUTS, data, engine
 
 from distgraph.engine import Engine
-from distgraph.engine.callbacks import ModelCheckpoint, Timeline
+from distgraph.engine.callbacks import Adapt, ModelCheckpoint, Timeline, adapt
 from distgraph.engine.data import whole
 from distgraph.errors import ResourceError, RuntimeFault
 from distgraph.runtime.execute.checkpoint import Checkpoint
@@ -161,3 +162,24 @@ def test_a_timeline_has_all_ranks_and_one_file(transport: MpiTransport, shared: 
     trained.run((data(24)[0][:6], data(24)[1][:6]))
     own = trained.stop_recording()
     assert transport.broadcast_object(own, 0) == own
+
+
+def test_rank_0_decides_what_adapt_proposes(
+    transport: MpiTransport, shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank measures something else; all have the proposal of rank 0, and train on."""
+    factors = {0: {1: 3.0}, 1: {0: 5.0}}.get(transport.rank, {})
+    monkeypatch.setattr(
+        adapt, "computing_seconds", lambda steps: {rank: factors.get(rank, 1.0) for rank in steps[0]}
+    )
+    watcher = Adapt(every=2, steps=2, gain=0.0, path=shared / "plan.json")
+    trained = adaptive_program.engine(2)
+    trained.fit(adaptive_program.data(480), 1, 48, callbacks=[watcher], progress=False)
+    assert trained.step == 10
+    proposal = watcher.proposal
+    assert proposal is not None
+    everyone = transport.gather_objects((proposal.plan.text(), proposal.step, proposal.text), 0)
+    assert everyone is None or set(everyone) == {everyone[0]}
+    weights = proposal.plan.stages[0].mesh.weights["dp"]
+    assert weights[0] > weights[1]
+    trained.close()

@@ -120,7 +120,7 @@ def test_modules_that_are_imported_by_name_have_names_in_the_source() -> None:
         "__init__.py: _HOMES[name]",
         "__init__.py: _MODULES[name]",
         "cli/application.py: _MODULES[name]",
-        "engine/callbacks.py: module",
+        "engine/callbacks/training_output.py: module",
         "frontends/__init__.py: _FRONTENDS[name]",
     }
 
@@ -133,7 +133,7 @@ def test_files_are_read_by_the_modules_that_bound_them() -> None:
         "serialization/documents.py",
         "serialization/csv_reader.py",
         "ir/parser.py",  # strings of graph text, each a token
-        "engine/callbacks.py",  # the head of a CSV file that is gone on with
+        "engine/callbacks/training_output.py",  # the head of a CSV file that is gone on with
         "runtime/profile/profiler.py",  # the request of the process that started this one
         "runtime/job/failure_report.py",  # files of the ranks of the job
         "runtime/job/job_files.py",  # the same
@@ -142,6 +142,7 @@ def test_files_are_read_by_the_modules_that_bound_them() -> None:
         "runtime/launch/process_placement.py",  # of a plan of limited size, which the engine reads and checks
         *(name for name in found if name.startswith("runtime/execute/checkpoint/")),
         "runtime/job/losses.py",  # the folder of an elastic job
+        "runtime/job/adaptations.py",  # the same
         "runtime/launch/elastic_configurations.py",
     }
 

@@ -4,15 +4,22 @@ The script runs from its beginning at every start of the job. The k-th call of `
 of these that an earlier start has left for it: what the ranks that were left had in memory, and the complete
 checkpoints of its `ModelCheckpoint` callbacks. Without any it trains from its beginning, and comes to the
 same numbers.
+
+`callbacks.Adapt` asks for another start with another plan. Then all ranks write what they have in memory and
+end together, so that no step is lost; rank 0 leaves the plan in the folder, and shares it with the others at
+the next start.
 """
 
 from __future__ import annotations
 
 import itertools
+import platform
+import secrets
 import shutil
 import sys
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
@@ -21,10 +28,13 @@ from distgraph.engine.callbacks import Callback, ModelCheckpoint
 from distgraph.engine.checkpoints.saving import contents_of
 from distgraph.errors import RuntimeFault
 from distgraph.ir.range_notation import spans
+from distgraph.plan.plan import Plan
 from distgraph.runtime.execute.checkpoint import INDEX, Checkpoint
 from distgraph.runtime.execute.checkpoint.retention import find
 from distgraph.runtime.execute.checkpoint.survivors import assemble, write_survivor
 from distgraph.runtime.execute.process_group import enter
+from distgraph.runtime.job.adaptations import ADAPTED, Adaptation
+from distgraph.runtime.job.job_files import ranks_of_job
 from distgraph.runtime.job.losses import elastic_folder, read_losses
 from distgraph.runtime.launch.elastic_configurations import GROW, STOPPED, ScriptProgram
 from distgraph.serialization.path_template import PathTemplate
@@ -34,6 +44,8 @@ if TYPE_CHECKING:
 
 _calls: Final = itertools.count()
 """Number of the next call of `fit` in this process."""
+_SHARED_SECONDS: Final = 10.0
+"""Seconds in which a file that one host has written must be there for the others."""
 
 
 @dataclass(slots=True)
@@ -43,10 +55,19 @@ class ElasticFit(Callback):
     Args:
         engine: that trains.
         folder: of the elastic job; None in other jobs, where this does nothing.
+
+    Attributes:
+        number: of this call in the process.
+        compiled_before: whether the engine has compiled a program before this call.
+        adaptation: what adaptation has left; a new one where it has left nothing.
     """
 
     engine: Engine
     folder: Path | None = field(default_factory=elastic_folder)
+    number: int = 0
+    compiled_before: bool = False
+    adaptation: Adaptation = field(default_factory=Adaptation)
+    _requested: Adaptation | None = None
     _place: Path = Path()
     _state: tuple[int, int, int] = (0, 0, 0)  # step, epoch, position of the last complete step
     _updates: dict[Any, dict[int, int]] = field(default_factory=dict)
@@ -57,13 +78,18 @@ class ElasticFit(Callback):
         if self.folder is None:
             return False
         enter("engine.fit() of an elastic job")
-        self._place = self.folder / f"fit-{next(_calls)}"
-        engine, world = self.engine, self.engine._session.ranks()
+        self.number = next(_calls)
+        self._place = self.folder / f"fit-{self.number}"
+        engine = self.engine
+        self.compiled_before = bool(engine._session.programs)
+        world = engine._session.ranks()
         start: tuple[str, str, str] = ("", "", "")  # run, path of a checkpoint, error
         if world.is_chief:
             start = self._prepared(callbacks, batch_size)
         run, path, note = world.share(start, 0)
         engine._run = run
+        if self.number == 0:
+            self._take_adaptation()
         if path:
             engine.load(path)
             if world.is_chief:
@@ -72,6 +98,35 @@ class ElasticFit(Callback):
         self._mark()
         self._saves = engine._saves.completed
         return bool(path)
+
+    def _take_adaptation(self) -> None:
+        """Share what adaptation has left with all ranks, and train by its plan while that holds. Collective.
+
+        Raises:
+            RuntimeFault: the engine has compiled a program with other layouts.
+        """
+        assert self.folder is not None
+        world = self.engine._session.ranks()
+        state = Adaptation.read(self.folder) if world.is_chief else None
+        state = world.share(state, 0)
+        if state is None:
+            return
+        self.adaptation = state
+        if state.plan and state.ranks != ranks_of_job():
+            reason = f"it is for {state.ranks} ranks, and {ranks_of_job()} run"
+            self.adaptation = replace(state, plan="", slowdowns={}, given_up=reason)
+            if world.is_chief:
+                sys.stderr.write(
+                    f"distgraph: the plan of Adapt is given up: {reason}; speeds are measured again\n"
+                )
+        if not self.adaptation.plan:
+            return
+        if self.compiled_before:
+            raise RuntimeFault(
+                "Adapt: the job has started again with another plan but the engine has compiled a program "
+                "before fit; call fit before prepare, evaluate and predict"
+            )
+        self.engine._session.take_plan(Plan.parse(state.plan))
 
     def _prepared(self, callbacks: Sequence[Callback], batch_size: int) -> tuple[str, str, str]:
         """On rank 0: describe this call for later starts.
@@ -131,9 +186,13 @@ class ElasticFit(Callback):
     # Events
     # ------------------------------------------------------------------------------------------------
 
+    @property
+    def end_of_step(self) -> Callback:
+        """A callback that comes after all others: it ends the ranks where another start was requested."""
+        return _EndOfStep(self)
+
     def on_batch_end(self, engine: Engine, step: int, logs: dict[str, float]) -> None:
         self._mark()
-        self._stop_to_grow()
 
     def on_epoch_end(self, engine: Engine, epoch: int, logs: dict[str, float]) -> None:
         self._mark()
@@ -148,6 +207,71 @@ class ElasticFit(Callback):
 
     def _present_updates(self) -> dict[Any, dict[int, int]]:
         return {key: compiled.updates for key, compiled in self.engine._session.programs.items()}
+
+    # Other starts
+    # ------------------------------------------------------------------------------------------------
+
+    def check_shared(self) -> None:
+        """Check that all ranks reach the folder of the job, through which blocks pass. Collective.
+
+        Raises:
+            RuntimeFault: on every rank: names the ranks and hosts that do not.
+        """
+        assert self.folder is not None
+        world = self.engine._session.ranks()
+        token, path = world.share(secrets.token_hex(8), 0), self.folder / "shared"
+        if world.is_chief:
+            path.write_text(token)
+        world.share(None, 0)  # it is written
+        reached = _is_written(path, token)
+        hosts = world.gather(dict.fromkeys(world.local, (reached, platform.node())))
+        missing = sorted(rank for rank, (there, _) in hosts.items() if not there)
+        if missing:
+            names = ", ".join(dict.fromkeys(hosts[rank][1] for rank in missing))
+            raise RuntimeFault(
+                f"Adapt: folder {self.folder} of the elastic job was written on host {hosts[0][1]} but ranks "
+                f"{spans(missing)} ({names}) do not see it; start the job in a folder that all hosts share, "
+                "or leave out --elastic to have plans only proposed"
+            )
+
+    def request_start(self, adaptation: Adaptation) -> None:
+        """Have all ranks end after this step, and the job start again with another plan. On all ranks."""
+        self._requested = adaptation
+
+    def stop_where_requested(self) -> None:
+        """After the last callback of a step: end all ranks if the job is to start again. Collective.
+
+        Raises:
+            SystemExit: all ranks end.
+        """
+        if self.folder is None:
+            return
+        if self._requested is not None and not self.engine.should_stop:
+            self._stop_to_adapt(self._requested)
+        self._requested = None
+        self._stop_to_grow()
+
+    def _stop_to_adapt(self, adaptation: Adaptation) -> None:
+        """End all ranks if each of them could write what it has; else go on with the present plan."""
+        assert self.folder is not None
+        world = self.engine._session.ranks()
+        self.engine._saves.wait()
+        problems = world.gather(dict.fromkeys(world.local, self._write_memory()))
+        problem = next((f"rank {rank}: {text}" for rank, text in sorted(problems.items()) if text), "")
+        if world.is_chief and not problem:
+            try:
+                adaptation.write(self.folder)
+                (self.folder / ADAPTED).touch()
+            except OSError as failure:
+                problem = f"rank 0: {failure}"
+        problem = world.share(problem, 0)
+        if not problem:
+            raise SystemExit(0)
+        if world.is_chief:
+            shutil.rmtree(self._memory_folder(), ignore_errors=True)
+            sys.stderr.write(
+                f"distgraph: Adapt goes on with the present plan, because memory was not kept: {problem}\n"
+            )
 
     def _stop_to_grow(self) -> None:
         """After a checkpoint: end all ranks if the launcher can start more of them."""
@@ -176,8 +300,15 @@ class ElasticFit(Callback):
         if self.folder is not None and isinstance(error, RuntimeFault) and read_losses(self.folder):
             self._write_memory()
 
-    def _write_memory(self) -> None:
-        """Write the blocks of the local ranks, if they are those of a complete step."""
+    def _memory_folder(self) -> Path:
+        return self._place / f"memory-{self._state[0]:012d}"
+
+    def _write_memory(self) -> str:
+        """Write the blocks of the local ranks, if they are those of a complete step.
+
+        Returns:
+            why it has not; "" where it has.
+        """
         engine, (step, epoch, position) = self.engine, self._state
         updated = {
             (key, rank)
@@ -186,12 +317,35 @@ class ElasticFit(Callback):
             if count != self._updates.get(key, {}).get(rank, 0)
         }
         if updated or step != engine.step or not engine.memory.records or engine.memory.damaged:
-            return
+            return "its blocks are not those of a complete step"
         contents = contents_of(engine, engine._session, engine._loaded)
         training = dict(contents.training) | {"epoch": epoch, "position": position}
-        folder = self._place / f"memory-{step:012d}"
         try:
             for rank in engine._session.ranks().local:
-                write_survivor(folder, rank, contents.tensors, contents.block, training)
+                write_survivor(self._memory_folder(), rank, contents.tensors, contents.block, training)
         except OSError as failure:
             sys.stderr.write(f"distgraph: what this rank has in memory cannot be kept: {failure}\n")
+            return str(failure)
+        return ""
+
+
+@dataclass(slots=True)
+class _EndOfStep(Callback):
+    elastic: ElasticFit
+
+    def on_batch_end(self, engine: Engine, step: int, logs: dict[str, float]) -> None:
+        self.elastic.stop_where_requested()
+
+
+def _is_written(path: Path, text: str) -> bool:
+    """Whether a file with a text is there, or comes soon: a network file system may take a while."""
+    deadline = time.monotonic() + _SHARED_SECONDS
+    while True:
+        try:
+            if path.read_text() == text:
+                return True
+        except OSError:
+            pass
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from distgraph.engine.callbacks import Callback
+from distgraph.engine.callbacks.callback import Callback
 
 if TYPE_CHECKING:
     from distgraph.engine.engine import Engine

@@ -287,7 +287,7 @@ def test_tensorboard_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_p
     def absent(name: str) -> Any:
         raise ImportError(name)
 
-    monkeypatch.setattr("distgraph.engine.callbacks.import_module", absent)
+    monkeypatch.setattr("distgraph.engine.callbacks.training_output.import_module", absent)
     with pytest.raises(RuntimeFault, match="needs tensorboardX or torch"):
         engine().fit(data(8), batch_size=8, callbacks=[TensorBoard(tmp_path)], progress=False)
 
@@ -306,7 +306,7 @@ def test_tensorboard_writes_every_step_and_epoch(monkeypatch: pytest.MonkeyPatch
             written.append(("closed", 0.0, 0))
 
     module = type("Module", (), {"SummaryWriter": Writer})
-    monkeypatch.setattr("distgraph.engine.callbacks.import_module", lambda name: module)
+    monkeypatch.setattr("distgraph.engine.callbacks.training_output.import_module", lambda name: module)
     trained = engine()
     trained.fit(data(16), epochs=1, batch_size=8, callbacks=[TensorBoard(tmp_path)], progress=False)
     assert [w[1:] for w in written if w[0] == "step/loss"] == [

@@ -1,4 +1,4 @@
-"""Losses of ranks in elastic jobs: `python -m benchmarks.support.elastic [--quick]`.
+"""Losses of ranks in elastic jobs: `python -m benchmarks.support.elastic_jobs.losses [--quick]`.
 
 Prints one JSON object with the key `elastic`: trials, failed, and the longest time from a loss to the end of
 the next step. The trials are those of `tests/campaigns/elastic.py`, which checks the losses against a serial
@@ -12,7 +12,7 @@ import json
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "tests"))
 
 from campaigns.elastic import campaign
 

@@ -1,0 +1,1 @@
+"""Adapting a running job: measured speeds of its devices, and better plans for them."""

@@ -1,0 +1,33 @@
+"""The base of callbacks: objects that an engine calls between the steps of training."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from distgraph.engine import Engine
+
+Logs = dict[str, float]
+
+
+class Callback:
+    """Base of callbacks: methods that an engine calls while it trains. They do nothing by default.
+
+    Set `engine.should_stop = True` to end training after the present step. If that is in the middle of an
+    epoch, the epoch stays unfinished, and `fit(..., resume=True)` continues it.
+    """
+
+    def on_train_begin(self, engine: Engine, last_epoch: int) -> None:
+        """Before the first epoch; training ends before epoch `last_epoch`."""
+
+    def on_epoch_begin(self, engine: Engine, epoch: int, batches: int) -> None:
+        """Before an epoch of `batches` batches."""
+
+    def on_batch_end(self, engine: Engine, step: int, logs: Logs) -> None:
+        """After step number `step` (from 1), with its loss and metrics."""
+
+    def on_epoch_end(self, engine: Engine, epoch: int, logs: Logs) -> None:
+        """After an epoch and its validation, with the means over its samples."""
+
+    def on_train_end(self, engine: Engine) -> None:
+        """After the last epoch, or the error that ended training."""

@@ -1,0 +1,168 @@
+"""Callbacks that act on what an epoch measures: checkpoints, and an early end of training."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distgraph.engine.callbacks.callback import Callback, Logs
+from distgraph.engine.callbacks.callback_checks import check_monitor, check_place
+from distgraph.errors import NonFiniteError, RuntimeFault
+from distgraph.ir.dtypes import check_count
+from distgraph.serialization.path_template import PathTemplate
+
+if TYPE_CHECKING:
+    from distgraph.engine import Engine
+
+
+def _monitored(logs: Logs, name: str) -> float:
+    if name not in logs:
+        raise RuntimeFault(
+            f"callback watches {name!r} but an epoch measures {', '.join(logs)}; name one of these"
+        )
+    return logs[name]
+
+
+class _Best:
+    """The best value so far of a number that is minimised or maximised."""
+
+    def __init__(self, who: str, mode: str, min_delta: Any = 0.0) -> None:
+        if mode not in ("min", "max"):
+            raise RuntimeFault(f'{who}: mode is {mode!r} but must be "min" or "max"')
+        if not isinstance(min_delta, (int, float)) or not 0 <= min_delta < math.inf:
+            raise RuntimeFault(f"{who}: min_delta is {min_delta!r} but must be a number from 0 up")
+        self.sign = 1.0 if mode == "min" else -1.0
+        self.min_delta = min_delta
+        self.value = math.inf
+
+    def improves(self, number: float) -> bool:
+        """Record a number; True when it is better than all before by more than `min_delta`."""
+        if self.sign * number < self.value - self.min_delta:
+            self.value = self.sign * number
+            return True
+        return False
+
+
+class ModelCheckpoint(Callback):
+    """Saves the engine.
+
+    Parameters and states that are nan or infinite are never saved: that ends training with a NonFiniteError,
+    or is warned of under Strategy(nonfinite="warn").
+
+    Obstacles that can be detected early are reported before training starts: a path that cannot be written,
+    or another job that writes there.
+
+    Args:
+        path: of the checkpoint's directory; `{epoch}` and `{step}` in it are replaced, also with a width as
+            in `{step:06d}`, so that several are kept.
+        every: epochs between two checkpoints.
+        every_steps: steps between two checkpoints, instead of epochs.
+        best: name of a number of an epoch, such as "valid_loss": save only when it is better than in any
+            checkpoint of this training before. With `keep` all are saved, and that of the best epoch stays.
+        mode: "min" or "max", what better means.
+        keep: how many of the last checkpoints stay; older ones that this training wrote to `path`, also
+            before it was resumed, are deleted. All stay by default.
+        asynchronous: training goes on while a checkpoint is written; see `Engine.save`.
+
+    Raises:
+        RuntimeFault: an argument makes no sense, or two do not go together.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        every: int = 1,
+        every_steps: int | None = None,
+        best: str | None = None,
+        mode: str = "min",
+        keep: int | None = None,
+        asynchronous: bool = False,
+    ) -> None:
+        self.path = PathTemplate(path, "ModelCheckpoint")
+        check_place("ModelCheckpoint", self.path.at(0, 0))
+        for name, number in (("every", every), ("every_steps", every_steps), ("keep", keep)):
+            if number is not None:
+                check_count(f"ModelCheckpoint: {name}", number, RuntimeFault)
+        if best is not None and not isinstance(best, str):
+            raise RuntimeFault(f'ModelCheckpoint: best is {best!r} but must be a name such as "valid_loss"')
+        if best is not None and every_steps is not None:
+            raise RuntimeFault(
+                f"ModelCheckpoint: best={best!r} is measured once an epoch but every_steps is {every_steps}; "
+                f"leave out one of them"
+            )
+        if keep is not None and not self.path.fields:
+            raise RuntimeFault(
+                f"ModelCheckpoint: keep is {keep} but path {self.path.text!r} is one directory; write "
+                f"{{epoch}} or {{step}} in it"
+            )
+        self.every, self.every_steps, self.best, self.mode, self.keep = every, every_steps, best, mode, keep
+        self.asynchronous = asynchronous
+        self._best = _Best("ModelCheckpoint", mode)
+
+    def on_train_begin(self, engine: Engine, last_epoch: int) -> None:
+        """See `Callback`. Raises RuntimeFault where nothing can be written, or nothing measures `best`."""
+        if self.best is not None:
+            check_monitor("ModelCheckpoint", self.best, engine)
+        engine.checkpoints.reserve(self.path.at(engine.epoch, engine.step), lock=not self.path.fields)
+        if self.best is not None and self.keep is None:
+            self._best = _Best("ModelCheckpoint", self.mode)
+            number = engine.checkpoints.best(self.path, self.best, self.mode)
+            if number is not None:
+                self._best.improves(number)
+
+    def on_batch_end(self, engine: Engine, step: int, logs: Logs) -> None:
+        if self.every_steps is not None and step % self.every_steps == 0:
+            self._save(engine)
+
+    def on_epoch_end(self, engine: Engine, epoch: int, logs: Logs) -> None:
+        if self.every_steps is not None:
+            return
+        number = _monitored(logs, self.best) if self.best is not None else None
+        if number is not None and self.keep is None:
+            if self._best.improves(number):
+                self._save(engine)
+        elif (epoch + 1) % self.every == 0:
+            self._save(engine)
+
+    def _save(self, engine: Engine) -> None:
+        path = self.path.at(engine.epoch, engine.step)
+        try:
+            engine.save(str(path), asynchronous=self.asynchronous)
+        except NonFiniteError as error:
+            if engine.training_spec.strategy.nonfinite != "warn":
+                raise
+            if engine.is_chief:
+                warnings.warn(str(error), RuntimeWarning, stacklevel=2)
+            return
+        if self.keep is not None:
+            engine.checkpoints.retain(self.path, path, self.keep, self.best, self.mode)
+
+
+class EarlyStopping(Callback):
+    """Ends training when a number has not improved for some epochs.
+
+    Args:
+        monitor: "loss", "valid_loss", or a metric.
+        patience: epochs without improvement that are tolerated.
+        min_delta: what counts as improvement.
+        mode: "min" or "max".
+    """
+
+    def __init__(
+        self, monitor: str = "valid_loss", patience: int = 3, min_delta: float = 0.0, mode: str = "min"
+    ) -> None:
+        check_count("EarlyStopping: patience", patience, RuntimeFault, 0)
+        self.monitor, self.patience = monitor, patience
+        self._best = _Best("EarlyStopping", mode, min_delta)
+        self.waited = 0
+
+    def on_train_begin(self, engine: Engine, last_epoch: int) -> None:
+        """See `Callback`. Raises RuntimeFault where no epoch measures what is watched."""
+        check_monitor("EarlyStopping", self.monitor, engine)
+
+    def on_epoch_end(self, engine: Engine, epoch: int, logs: Logs) -> None:
+        self.waited = 0 if self._best.improves(_monitored(logs, self.monitor)) else self.waited + 1
+        if self.waited > self.patience:
+            engine.should_stop = True
