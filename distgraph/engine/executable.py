@@ -108,10 +108,15 @@ class Compiled:
         attrs = self.build.lowered.attrs
         return all(set(attrs[value.name].mesh.members) == ranks for _, value in self.build.lowered.outputs)
 
-    def prepare(self, rank: int, device: Device, memory: Memory, control: Transport | None) -> None:
+    def prepare(
+        self, rank: int, device: Device, memory: Memory, control: Transport | None, *, mixed: bool = False
+    ) -> None:
         """Compile the program of a rank. Collective: all ranks of the world call it, also those without one.
 
-        `control` is the transport of the rank for host arrays; None where there is one rank.
+        Args:
+            rank, device, memory: the rank, its device, the blocks of parameters and states.
+            control: transport of the rank for host arrays; None where there is one rank.
+            mixed: whether the ranks of the program have devices of several types.
         """
         if rank not in self.build.ranks:
             device.prepare(None)
@@ -134,21 +139,24 @@ class Compiled:
                 device.transport,
                 device.xp,
                 sources,
-                self._guard(control),
+                self._guard(control, mixed),
                 fetch=device.fetch,
                 actors=actors,
                 control=control,
             )
         self._devices[rank] = device
 
-    def _guard(self, control: Transport | None) -> Guard | None:
-        """The check that a rank makes before the update of a training step; None outside training."""
+    def _guard(self, control: Transport | None, mixed: bool) -> Guard | None:
+        """The check that a rank makes before the update of a training step; None outside training.
+
+        Ranks on different types of devices always agree by a message, because these round differently.
+        """
         if self.mode != "train":
             return None
         if self._checked is None:
             self._checked = checked_values(self.build.parts)
         values, ranks = self._checked, self.build.ranks
-        alone = needs_no_message(self.build.parts, values, ranks)
+        alone = not mixed and needs_no_message(self.build.parts, values, ranks)
         policy = self.request.training_spec.strategy.nonfinite
         return Guard(values, ranks, None if alone else control, policy != "warn")
 

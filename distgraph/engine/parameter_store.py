@@ -97,6 +97,16 @@ class Memory:
                 f"parameters and states are damaged: {self.damaged}; load a checkpoint to go on"
             )
 
+    def move(self, rank: int, device: Device) -> None:
+        """Give a rank its device, and move its present blocks there. Called on the thread of the rank."""
+        before, blocks = self._device(rank), self._blocks.get(rank, {})
+        if blocks and type(before) is not type(device):
+            with before.working():
+                on_host = {name: np.array(before.to_host(block)) for name, block in blocks.items()}
+            with device.working():
+                blocks.update({name: device.asarray(block) for name, block in on_host.items()})
+        self.devices[rank] = device
+
     def local(self, graph: Graph, rank: int) -> dict[str, Any]:
         """Value name -> block of this rank on its device, for a program; initialised or read at first use."""
         blocks = self._blocks.setdefault(rank, {})

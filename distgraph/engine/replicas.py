@@ -1,21 +1,54 @@
 """Comparison of replicas on several ranks, which finds devices that compute or store wrong values.
 
 Replicated parameters and states are computed by every rank that stores them, from the same numbers in the
-same order, so their bits are equal. Ranks exchange a checksum of 64 bits for each block that has a replica.
+same order, so their bits are equal on devices of one type. Ranks exchange a checksum of 64 bits for each
+block that has a replica. Devices of different types round differently: between them the norms of the blocks
+and a sum with fixed weights are compared, with a relative tolerance of the square root of the unit roundoff.
+That notices wrong numbers, but not a wrong bit of low order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from distgraph.engine.parameter_store import Memory, Record
+from distgraph.ir.dtypes import epsilon, short
 from distgraph.runtime.execute.process_group import World
 
 _MOST_SHOWN = 4
 Bounds = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A block in few numbers.
+
+    Attributes:
+        checksum: of its bytes.
+        size: number of its elements.
+        total: sum of x[i] * cos(i) over the flat block x, in f64; 0 for other numbers than floats.
+        norm: root of the sum of squares, in f64; 0 for other numbers than floats.
+        roundoff: unit roundoff of its dtype; 0 for other numbers than floats.
+    """
+
+    checksum: int
+    size: int
+    total: float = 0.0
+    norm: float = 0.0
+    roundoff: float = 0.0
+
+    def agrees(self, other: Summary) -> bool:
+        """Whether two blocks may differ by rounding alone."""
+        if self.checksum == other.checksum or not self.roundoff:
+            return self.checksum == other.checksum
+        limit = math.sqrt(self.roundoff) * max(self.norm, other.norm)  # of the norm of the difference
+        totals = abs(self.total - other.total)
+        return abs(self.norm - other.norm) <= limit and totals <= limit * math.sqrt(self.size)
 
 
 def replicas(records: Mapping[str, Record]) -> dict[str, list[tuple[int, ...]]]:
@@ -32,26 +65,34 @@ def replicas(records: Mapping[str, Record]) -> dict[str, list[tuple[int, ...]]]:
     return groups_of
 
 
-def different_replicas(memory: Memory, world: World) -> str:
-    """Text of the differences between ranks that store the same block; "" if there are none. Collective."""
+def different_replicas(memory: Memory, world: World, types: Sequence[str]) -> str:
+    """Text of the differences between ranks that store the same block; "" if there are none. Collective.
+
+    Args:
+        memory: the blocks.
+        world: all ranks.
+        types: type of the device of every rank.
+    """
     replicated = replicas(memory.records)
 
-    def work(rank: int) -> dict[str, int]:
+    def work(rank: int) -> dict[str, Summary]:
         return {
-            name: _checksum(memory.block(name, rank))
+            name: _summary(memory.block(name, rank))
             for name, groups in replicated.items()
             if any(rank in group for group in groups)
         }
 
-    sums = world.gather(world.run(work))
+    summaries = world.gather(world.run(work))
     differ = [
-        (name, group)
+        (name, part)
         for name, groups in replicated.items()
         for group in groups
-        if len({sums[rank][name] for rank in group}) > 1
+        for part in _of_one_type(group, types)
+        if len({summaries[rank][name].checksum for rank in part}) > 1
     ]
     if not differ:
-        return ""
+        return _between_types(memory, replicated, summaries, types)
+    sums = {rank: {name: s.checksum for name, s in of.items()} for rank, of in summaries.items()}
     name, group = differ[0]
     names = [f"{memory.records[each].kind} {each}" for each in dict.fromkeys(each for each, _ in differ)]
     others_text = f" and {len(names) - _MOST_SHOWN} more" if len(names) > _MOST_SHOWN else ""
@@ -59,6 +100,34 @@ def different_replicas(memory: Memory, world: World) -> str:
         f"copies of {', '.join(names[:_MOST_SHOWN])}{others_text} differ between ranks: "
         f"{_parties(sums, name, group)}"
     )
+
+
+def _of_one_type(group: Sequence[int], types: Sequence[str]) -> list[tuple[int, ...]]:
+    """The ranks of a group by the type of their devices."""
+    parts: dict[str, list[int]] = {}
+    for rank in group:
+        parts.setdefault(types[rank], []).append(rank)
+    return [tuple(part) for part in parts.values()]
+
+
+def _between_types(
+    memory: Memory,
+    replicated: Mapping[str, Sequence[tuple[int, ...]]],
+    summaries: Mapping[int, Mapping[str, Summary]],
+    types: Sequence[str],
+) -> str:
+    """Text of a difference between the replicas of different types of devices, each of which agrees."""
+    for name, groups in replicated.items():
+        for group in groups:
+            first, *others = (part[0] for part in _of_one_type(group, types))
+            for other in others:
+                if not summaries[first][name].agrees(summaries[other][name]):
+                    kind = memory.records[name].kind
+                    return (
+                        f"copies of {kind} {name} differ between rank {first} ({types[first]}) and rank "
+                        f"{other} ({types[other]}) by more than rounding"
+                    )
+    return ""
 
 
 def _parties(sums: Mapping[int, Mapping[str, int]], name: str, group: tuple[int, ...]) -> str:
@@ -78,5 +147,12 @@ def _ranks(ranks: Iterable[int]) -> str:
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
-def _checksum(block: np.ndarray) -> int:
-    return xxh3_64_intdigest(np.ascontiguousarray(block).reshape(-1).view(np.uint8).data)
+def _summary(block: np.ndarray) -> Summary:
+    flat = np.ascontiguousarray(block).reshape(-1)
+    checksum = xxh3_64_intdigest(flat.view(np.uint8).data)
+    roundoff = epsilon(short(flat.dtype))
+    if not roundoff:
+        return Summary(checksum, flat.size)
+    wide = flat.astype(np.float64)
+    total = float(wide @ np.cos(np.arange(flat.size)))
+    return Summary(checksum, flat.size, total, float(np.linalg.norm(wide)), roundoff)

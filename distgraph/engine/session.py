@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -14,19 +15,19 @@ from distgraph.engine.compile.compile_request import CompileRequest
 from distgraph.engine.compile.derived_programs import reference_of
 from distgraph.engine.compile.dump import write
 from distgraph.engine.compile.plan_apply import check_batch, layouts_of, with_plan_settings
-from distgraph.engine.compile.rank_placement import check_device_type
 from distgraph.engine.compile.training_spec import TrainingSpec
 from distgraph.engine.data import Batch, Field
 from distgraph.engine.executable import Compiled
 from distgraph.engine.parameter_store import Memory
 from distgraph.engine.replicas import different_replicas
-from distgraph.errors import RuntimeFault
+from distgraph.errors import ResourceError, RuntimeFault
 from distgraph.ir.graph import Graph
 from distgraph.ir.sharding_spec import DistAttr
 from distgraph.nn import Module
+from distgraph.plan.device_types import device_types
 from distgraph.plan.plan import Plan
 from distgraph.resources import Cluster
-from distgraph.runtime.execute.device import array_namespace, take_device
+from distgraph.runtime.execute.device import missing_device, take_device
 from distgraph.runtime.execute.process_group import World, make_world
 from distgraph.runtime.execute.recorder import Recorder, StepRecords, contents
 
@@ -45,6 +46,7 @@ class Session:
         plan: plan of the training program, given or searched.
         programs: (mode, batch size, fields) -> compiled program.
         world: the ranks, once a program has run.
+        devices: type of the device of every rank of the world.
     """
 
     training_spec: TrainingSpec
@@ -53,6 +55,8 @@ class Session:
     plan: Plan | None = None
     programs: dict[Key, Compiled] = field(default_factory=dict)
     world: World | None = None
+    devices: tuple[str, ...] = ()
+    _placed: int = 0  # programs whose ranks have devices
     _reference: Graph | None = None  # the planned training program, completed
     _layouts: dict[str, DistAttr] = field(default_factory=dict)  # of parameters and states, by the plan
 
@@ -151,26 +155,67 @@ class Session:
         """The world, with enough ranks for every program so far; a new one after a failure.
 
         Raises:
-            ResourceError: the MPI job has fewer; the strategy's device is missing or not what a mesh needs.
+            ResourceError: the MPI job has fewer; meshes, plan and strategy contradict one another about
+                devices; a rank has no device of its type.
         """
         meshes = dict.fromkeys(mesh for c in self.programs.values() for mesh in c.build.lowered.meshes)
         needed = max((max(mesh.members) + 1 for mesh in meshes), default=1)
-        if self.world is None or self.world.size < needed or self.world.ended:
+        world = self.world
+        stale = world is None or world.size < needed or world.ended
+        if not stale and world is not None and self._placed != len(self.programs):
+            stale = self._device_types(world.size) != self.devices
+        if stale or world is None:
             self.close()
-            device = self.training_spec.strategy.device
-            for compiled in self.programs.values():
-                check_device_type(compiled.build.lowered, device)
-            array_namespace(device)  # raises for a missing device before any rank starts
             world = make_world(needed, " and ".join(map(str, meshes)))
-            self.memory.devices.update(world.run(lambda rank: take_device(device, world.transport(rank))))
-            self.world = world
-        return self.world
+            self._take_devices(world)
+        self._placed = len(self.programs)
+        return world
+
+    def _device_types(self, size: int) -> tuple[str, ...]:
+        """Type of the device of every rank."""
+        needed: dict[int, str] = {}
+        ranks = {rank for compiled in self.programs.values() for rank in compiled.build.ranks}
+        for compiled in self.programs.values():
+            for rank, kind in compiled.build.device_types.items():
+                if needed.setdefault(rank, kind) != kind:
+                    raise ResourceError(
+                        f"rank {rank} needs a {needed[rank]} device in one program of the engine and a "
+                        f"{kind} device in another; give its meshes one device_type"
+                    )
+        placement = () if self.plan is None else self.plan.placement
+        return device_types(size, ranks, needed, self.training_spec.strategy.device, placement)
+
+    def _take_devices(self, world: World) -> None:
+        """Give every rank of a new world its device. Collective.
+
+        Raises:
+            ResourceError: on every process, when some rank has no device of its type.
+        """
+        try:
+            types, here = self._device_types(world.size), platform.node()
+            missing = world.gather({rank: (here, missing_device(types[rank])) for rank in world.local})
+            for rank, (host, reason) in sorted(missing.items()):
+                if reason:
+                    raise ResourceError(f"rank {rank} on {host} is to run on a {types[rank]}: {reason}")
+
+            def take(rank: int) -> None:
+                self.memory.move(rank, take_device(types, rank, world.transport(rank)))
+
+            world.run(take)
+        except BaseException:
+            world.close()
+            raise
+        self.world, self.devices = world, types
+
+    def is_mixed(self, compiled: Compiled) -> bool:
+        """Whether the ranks of a program have devices of several types."""
+        return len({self.devices[rank] for rank in compiled.build.ranks}) > 1
 
     def close(self) -> None:
         """End the threads of the ranks and drop their compiled programs. The memory of the engine stays."""
         world, devices = self.world, self.memory.devices
         if world is not None:
-            if self.training_spec.strategy.device != "cpu":
+            if set(self.devices) != {"cpu"}:
                 with suppress(RuntimeFault):  # failed ranks have released their devices
                     world.run(lambda rank: devices[rank].close())
             world.close()
@@ -209,7 +254,11 @@ class Session:
                 )
             raise
         one_process = len(world.local) == world.size
-        everywhere = one_process or (compiled.everywhere and len(compiled.build.ranks) == world.size)
+        everywhere = one_process or (
+            compiled.everywhere
+            and len(compiled.build.ranks) == world.size
+            and not self.is_mixed(compiled)  # kinds of devices round differently
+        )
         numbers: dict[str, Any] = {}
         for label, owner in compiled.owners.items():
             if label not in arrays:
@@ -228,7 +277,8 @@ class Session:
         """
         if self.training_spec.strategy.verify_replicas is None:
             return
-        difference = different_replicas(self.memory, self.ranks())
+        world = self.ranks()
+        difference = different_replicas(self.memory, world, self.devices)
         if difference:
             self.memory.damaged = f"after step {step} {difference}"
             raise RuntimeFault(
@@ -276,8 +326,12 @@ class Session:
         self.memory.check_whole()
         world = self.ranks()
         if not compiled.ready:
-            devices = self.memory.devices
-            world.run(lambda rank: compiled.prepare(rank, devices[rank], self.memory, world.transport(rank)))
+            devices, mixed = self.memory.devices, self.is_mixed(compiled)
+
+            def prepare(rank: int) -> None:
+                compiled.prepare(rank, devices[rank], self.memory, world.transport(rank), mixed=mixed)
+
+            world.run(prepare)
             compiled.ready = True
             for rank, worker in sorted(compiled.workers.items()):
                 write(f"{compiled.mode}.rank-{rank}.py", worker.source)

@@ -31,14 +31,15 @@ class ProcessMesh:
         axes: one distinct name an array dimension.
         weights: axis -> one whole number from 1 up for each position along it; axes left out, or with equal
             weights, cut evenly. Common factors are removed.
-        device_type: type of the devices on which the ranks are to run, as resource files name it ("gpu");
-            None for any. It does not tell meshes apart: a rank needs what any of its meshes needs.
+        device_type: type of the devices on which the ranks run, as resource files name it ("gpu"): one for
+            all, or one for each rank in row-major order, such as ("cpu", "gpu"); None for any. It does not
+            tell meshes apart: a rank needs what any of its meshes needs.
         memory: that each of these devices is to have, in bytes or as "16 GiB"; None for any.
 
     Raises:
         ShardingError: names and dimensions disagree, a name or a rank repeats, a rank is negative, there is
             none; weights of an unknown axis, of another number than its positions, or below 1; a device type
-            that is no word.
+            that is no word, or another number of them than of ranks, or for other ranks.
 
     Example:
         >>> mesh = ProcessMesh(np.arange(6).reshape(3, 2), ["x", "y"])
@@ -54,7 +55,8 @@ class ProcessMesh:
     shape: tuple[int, ...]
     weights: Mapping[str, tuple[int, ...]]
 
-    device_type: str | None
+    device_type: str | Mapping[int, str] | None
+    """One type, or rank -> type where the ranks have different ones."""
     memory: float | str | None
 
     def __init__(
@@ -63,7 +65,7 @@ class ProcessMesh:
         axes: Sequence[str],
         weights: Mapping[str, Sequence[int]] | None = None,
         *,
-        device_type: str | None = None,
+        device_type: str | Sequence[str] | Mapping[int, str] | None = None,
         memory: float | str | None = None,
     ) -> None:
         array = _rank_array(ranks)
@@ -82,10 +84,8 @@ class ProcessMesh:
             raise ShardingError(
                 f"mesh ranks {array.ravel().tolist()} must be distinct, non-negative and at least one"
             )
-        if device_type is not None and not is_axis_name(device_type):
-            raise ShardingError(f'device type {device_type!r} of a mesh must be a word such as "gpu"')
         array.setflags(write=False)
-        self.ranks, self.device_type, self.memory = array, device_type, memory
+        self.ranks, self.device_type, self.memory = array, _device_types(device_type, array), memory
         self.axes = names
         self.shape = tuple(int(n) for n in array.shape)
         self.weights = _uneven(dict(zip(names, self.shape, strict=True)), weights) if weights else {}
@@ -242,7 +242,8 @@ class ProcessMesh:
         if sorted(self.members) != list(range(self.size)) or self.weights:
             raise ShardingError(f"{self} cannot be repeated: it needs ranks 0 to {self.size - 1}, no weights")
         axis = next(name for name in ("dp", "repeat", "repeat2") if name not in self.axes)
-        return self._derived(np.stack([self.ranks + n * self.size for n in range(count)]), (axis, *self.axes))
+        stacked = np.stack([self.ranks + n * self.size for n in range(count)])
+        return self._derived(stacked, (axis, *self.axes))._with_types_of(self)
 
     def is_repeated_in(self, other: ProcessMesh) -> bool:
         """Whether another mesh is this one several times along one more axis, this one first."""
@@ -253,20 +254,45 @@ class ProcessMesh:
         """Same ranks and axes, other weights: `mesh.weighted(dp=(3, 1))`; see `ProcessMesh`."""
         return self._derived(self.ranks, self.axes, weights)
 
-    def requiring(self, device_type: str | None = None, memory: float | str | None = None) -> ProcessMesh:
-        """The same mesh, whose ranks need devices of a type, or with so much memory.
+    def requiring(
+        self,
+        device_type: str | Sequence[str] | Mapping[int, str] | None = None,
+        memory: float | str | None = None,
+    ) -> ProcessMesh:
+        """The same mesh, whose ranks need devices of a type (see `ProcessMesh`), or with so much memory.
 
         Example:
             >>> ProcessMesh.grid(dp=2).requiring("gpu", memory="16 GiB").device_type
             'gpu'
+            >>> ProcessMesh.grid(dp=2).weighted(dp=(1, 3)).requiring(("cpu", "gpu")).device_type_of(1)
+            'gpu'
         """
         return ProcessMesh(self.ranks, self.axes, self.weights, device_type=device_type, memory=memory)
+
+    def device_type_of(self, rank: int) -> str | None:
+        """The type of device that a rank of the mesh needs; None for any."""
+        types = self.device_type
+        return types.get(rank) if isinstance(types, Mapping) else types
 
     def _derived(
         self, ranks: Any, axes: Sequence[str], weights: Mapping[str, Sequence[int]] | None = None
     ) -> ProcessMesh:
         """Another mesh of this one's ranks, on the same devices."""
-        return ProcessMesh(ranks, axes, weights, device_type=self.device_type, memory=self.memory)
+        types = self.device_type
+        if isinstance(types, Mapping):
+            types = {rank: types[rank] for rank in np.asarray(ranks).ravel().tolist() if rank in types}
+        return ProcessMesh(ranks, axes, weights, device_type=types, memory=self.memory)
+
+    def _with_types_of(self, other: ProcessMesh) -> ProcessMesh:
+        """This mesh, each of whose ranks needs the device of the rank at the same place of another mesh.
+
+        A mesh of several times as many ranks repeats the places of the other.
+        """
+        if not isinstance(other.device_type, Mapping):
+            return self
+        types = [other.device_type.get(rank) for rank in other.members] * (self.size // other.size)
+        named = {rank: name for rank, name in zip(self.members, types, strict=True) if name is not None}
+        return self.requiring(named, self.memory)
 
     def __getitem__(self, key: Any) -> ProcessMesh:
         """`mesh[0:2]` cuts the first axis, `mesh["x", 0:2]` axis x; `mesh["x", 0]` drops x at position 0."""
@@ -288,7 +314,8 @@ class ProcessMesh:
 
     def renumbered(self, ranks: Any) -> ProcessMesh:
         """The same axes and weights over other ranks, an array of the same shape."""
-        return self._derived(ranks, self.axes, self.weights)
+        mesh = self._derived(ranks, self.axes, self.weights)
+        return mesh if mesh.rank_set == self.rank_set else mesh._with_types_of(self)
 
     @cached_property
     def rank_set(self) -> frozenset[int]:
@@ -362,6 +389,36 @@ def _rank_array(ranks: Any) -> np.ndarray:
     if array.size and array.dtype.kind not in "iu":
         raise ShardingError(f"mesh ranks {array.ravel().tolist()} are {array.dtype} but must be integers")
     return array.astype(np.int64)
+
+
+def _device_types(given: Any, ranks: np.ndarray) -> str | dict[int, str] | None:
+    """The device type that all ranks need, or rank -> type; see `ProcessMesh`."""
+    if given is None:
+        return None
+    members: list[int] = ranks.ravel().tolist()
+    if isinstance(given, Mapping):
+        types = dict(given)
+        if unknown := [rank for rank in types if rank not in members]:
+            raise ShardingError(
+                f"device types of a mesh are for ranks {unknown} too but it has ranks {members}; leave these "
+                "out"
+            )
+    elif not isinstance(given, Sequence):
+        raise ShardingError(f'device types of a mesh are {given!r} but must be words such as "gpu"')
+    else:
+        words = [given] * len(members) if isinstance(given, str) else list(given)
+        if len(words) != len(members):
+            raise ShardingError(
+                f"device types {words} of a mesh are {len(words)} but it has {len(members)} ranks; give one "
+                "for all, or one for each rank"
+            )
+        types = dict(zip(members, words, strict=True))
+    for word in types.values():
+        if not is_axis_name(word):
+            raise ShardingError(f'device type {word!r} of a mesh must be a word such as "gpu"')
+    if len(types) == len(members) and len(set(types.values())) == 1:
+        return str(next(iter(types.values())))
+    return types or None
 
 
 def _uneven(sizes: Mapping[str, int], weights: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:

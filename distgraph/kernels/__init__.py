@@ -4,7 +4,8 @@ Calling convention, the same for every kernel::
 
     kernel(xp, *arrays, out=None, **attrs)
 
-``xp`` is ``numpy`` or ``cupy``. The result is an array, or a tuple of arrays for several results.
+``xp`` is ``numpy``, ``cupy``, or the array namespace of a registered device. The result is an array, or a
+tuple of arrays for several results.
 ``out`` is an array, or a tuple of arrays of which any may be None: contiguous, of the result's shape; the
 result is written there and returned. Without it the kernel allocates. Inputs may be non-contiguous views.
 An elementwise or row kernel may be given one of its inputs as ``out``.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
+from importlib import import_module
 from math import prod
 from typing import Any, TypeAlias
 
@@ -12,10 +13,10 @@ import numpy as np
 from distgraph.errors import RuntimeFault
 
 Array: TypeAlias = Any
-"""A numpy.ndarray or a cupy.ndarray: CuPy has no types and may be absent."""
+"""A numpy.ndarray, a cupy.ndarray (CuPy has no types and may be absent), or that of a registered device."""
 
 Namespace: TypeAlias = Any
-"""The module ``numpy`` or the module ``cupy``."""
+"""The module ``numpy``, the module ``cupy``, or the array namespace of a registered device."""
 
 Kernel: TypeAlias = Callable[..., Any]
 """(namespace, *arrays, out=..., **attributes) -> array, or arrays."""
@@ -33,6 +34,21 @@ ERF_EVEN = (-1.42647390514189e-02, -7.37332916720468e-03, -1.68282697438203e-03,
             -1.45660718464996e-05)  # fmt: skip
 
 
+def has_cuda(xp: Namespace) -> bool:
+    """Whether the kernels written in CUDA, and the functions of ``cupyx``, work on arrays of a namespace.
+
+    NumPy and namespaces of registered devices that are not CUDA devices compute with array functions alone.
+    """
+    return xp is not np and hasattr(xp, "ElementwiseKernel")
+
+
+def special_functions(xp: Namespace) -> Any:
+    """Where a namespace has ``erf`` and ``ndtri``: SciPy, its form for CuPy, or ``xp.special``."""
+    if xp is np:
+        return import_module("scipy.special")
+    return import_module("cupyx.scipy.special") if has_cuda(xp) else xp.special
+
+
 def is_half(dtype: Any) -> bool:
     """Whether ``dtype`` is float16 or bfloat16, the types that are computed in float32."""
     return bool(dtype.itemsize == 2 and (dtype.kind == "f" or dtype.name == "bfloat16"))
@@ -46,7 +62,7 @@ def widen(xp: Namespace, x: Array) -> Array:
     """
     if not is_half(x.dtype):
         return x
-    if xp is not np and x.dtype.name == "bfloat16" and int(xp.__version__.split(".")[0]) < 14:
+    if has_cuda(xp) and x.dtype.name == "bfloat16" and int(xp.__version__.split(".")[0]) < 14:
         raise RuntimeFault(
             f"cupy {xp.__version__} has no bfloat16 but the program uses it; install cupy 14 or use float16"
         )

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from distgraph.kernels._common import Array, Namespace, empty, flat, store
+from distgraph.kernels._common import Array, Namespace, empty, flat, has_cuda, store
 from distgraph.kernels._cupy_elementwise import CudaKernel
 from distgraph.kernels._jit import Loop, inlined, jit, pays
 
@@ -71,7 +71,7 @@ class Fused:
         first = operands[0]
         loops = pays(xp, first, np.float32, *([np.float64] if self.double else []))
         same = all(a.dtype == first.dtype and a.shape == first.shape for a in operands)
-        if not same or (xp is np and not loops):
+        if not same or not (loops or has_cuda(xp)):
             return blocked(formula, xp, operands, out)
         y = empty(xp, out, first.shape, first.dtype)
         if loops:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import numpy as np
 
-from distgraph.kernels._common import ERF_EVEN, ERF_ODD, Array, Namespace, computed_in_f32
+from distgraph.kernels._common import ERF_EVEN, ERF_ODD, Array, Namespace, computed_in_f32, special_functions
 from distgraph.kernels._elementwise import blocked, fused
 from distgraph.kernels._math import HALF, ONE, erf32, exp32, sigmoid32
 
@@ -28,8 +27,7 @@ _CUDA_SIGMOID = "T s = T(1) / (T(1) + exp(-x));"
 def _erf(xp: Namespace, x: Array) -> Array:
     if xp is np and x.dtype == np.float32 and x.size >= 1024:
         return _erf_quotient(x)  # 20 times as fast as SciPy's, which is one call for each element
-    special = import_module("scipy.special" if xp is np else "cupyx.scipy.special")
-    return special.erf(x)
+    return special_functions(xp).erf(x)
 
 
 def _erf_quotient(x: Array) -> Array:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from distgraph.kernels._common import Array, Namespace, computed_in_f32, empty, store
+from distgraph.kernels._common import Array, Namespace, computed_in_f32, empty, has_cuda, store
 from distgraph.kernels._jit import jit, pays
 
 
@@ -64,7 +64,8 @@ def _add_rows(xp: Namespace, table: Array, positions: Array, updates: Array) -> 
     """table[at[i]] += updates[i] for positions inside the table; ``table`` [rows, width], ``updates`` [n,
     width].
 
-    In order of i on NumPy with Numba; sorted by row on plain NumPy; in any order (atomics) on CuPy.
+    In order of i on NumPy with Numba; sorted by row on plain NumPy; in any order (atomics) on CuPy; by
+    ``add.at`` of other namespaces.
     """
     fits = xp is np and table.dtype == updates.dtype and table.flags.c_contiguous
     if fits and pays(xp, updates, np.float32, np.float64):
@@ -75,7 +76,8 @@ def _add_rows(xp: Namespace, table: Array, positions: Array, updates: Array) -> 
     if positions.size == 0:
         return
     if xp is not np:
-        import_module("cupyx").scatter_add(table, positions, updates)
+        add = import_module("cupyx").scatter_add if has_cuda(xp) else xp.add.at
+        add(table, positions, updates)
         return
     order = np.argsort(positions, kind="stable")
     sorted_at = positions[order]

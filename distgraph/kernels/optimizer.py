@@ -8,7 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from distgraph.kernels._common import Array, Kernel, Namespace, computed_in_f32, empty, flat, outputs, store
+from distgraph.kernels._common import (
+    Array,
+    Kernel,
+    Namespace,
+    computed_in_f32,
+    empty,
+    flat,
+    has_cuda,
+    outputs,
+    store,
+)
 from distgraph.kernels._cupy_elementwise import CudaKernel
 from distgraph.kernels._elementwise import LOOP_BLOCK, copy
 from distgraph.kernels._jit import jit, pays
@@ -148,10 +158,13 @@ def adam(
     root = (1 - beta2**step) ** -0.5
     coupled, keep = (0.0, 1 - lr * weight_decay) if decoupled else (weight_decay, 1.0)
     dtype = p.dtype
-    if xp is not np:
+    if has_cuda(xp):
         results = tuple(empty(xp, o, p.shape, a.dtype) for o, a in zip(outs, (p, m, v), strict=True))
         scalars = (xp.asarray(s, dtype=dtype) for s in (beta1, beta2, size, root, eps, coupled, keep))
         _ADAM_CUDA(p, g, m, v, *scalars, *results)
+    elif xp is not np:  # `out` may share memory with operands
+        results = tuple(xp.empty(p.shape, a.dtype) for a in (p, m, v))
+        _adam_passes(xp, (p, g, m, v), (beta1, beta2, size, root, eps, coupled, keep), results)
     else:
         p, m, v, g = _unshared((p, m, v, g), outs)
         results = tuple(empty(xp, o, p.shape, a.dtype) for o, a in zip(outs, (p, m, v), strict=True))
@@ -162,28 +175,30 @@ def adam(
             flat_results = [r.reshape(-1) for r in results]
             _adam_loop(flat(p), flat(g), flat(m), flat(v), np.array(numbers, dtype), new, *flat_results)
         else:
-            _adam_passes((p, g, m, v), (beta1, beta2, size, root, eps, coupled, keep), results)
+            _adam_passes(xp, (p, g, m, v), (beta1, beta2, size, root, eps, coupled, keep), results)
     return tuple(store(xp, r, o) for r, o in zip(results, outs, strict=True))
 
 
-def _adam_passes(state: tuple[Array, ...], numbers: tuple[float, ...], results: tuple[Array, ...]) -> None:
-    """`adam` in plain NumPy, with two temporaries."""
+def _adam_passes(
+    xp: Namespace, state: tuple[Array, ...], numbers: tuple[float, ...], results: tuple[Array, ...]
+) -> None:
+    """`adam` in array functions, with two temporaries."""
     (p, g, m, v), (beta1, beta2, size, root, eps, coupled, keep) = state, numbers
     new_p, new_m, new_v = results
     d = g + coupled * p if coupled else g
     change = d * (1 - beta1)
-    np.multiply(m, beta1, out=new_m)
+    xp.multiply(m, beta1, out=new_m)
     new_m += change
-    np.multiply(d, d, out=change)
+    xp.multiply(d, d, out=change)
     change *= 1 - beta2
-    np.multiply(v, beta2, out=new_v)
+    xp.multiply(v, beta2, out=new_v)
     new_v += change
-    np.sqrt(new_v, out=change)
+    xp.sqrt(new_v, out=change)
     change *= root
     change += eps
-    np.divide(new_m, change, out=change)
+    xp.divide(new_m, change, out=change)
     change *= size
-    np.multiply(p, keep, out=new_p)
+    xp.multiply(p, keep, out=new_p)
     new_p -= change
 
 

@@ -13,7 +13,6 @@ streams start far apart. A shard is described by the global ``shape``, its ``sta
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib import import_module
 from math import prod
 from typing import Any
 from zlib import crc32
@@ -21,7 +20,17 @@ from zlib import crc32
 import numpy as np
 
 from distgraph.errors import GraphError
-from distgraph.kernels._common import FUSED_MIN_SIZE, Array, Namespace, computed_in_f32, empty, flat, store
+from distgraph.kernels._common import (
+    FUSED_MIN_SIZE,
+    Array,
+    Namespace,
+    computed_in_f32,
+    empty,
+    flat,
+    has_cuda,
+    special_functions,
+    store,
+)
 from distgraph.kernels._cupy_elementwise import CudaKernel
 from distgraph.kernels._elementwise import LOOP_BLOCK, copy
 from distgraph.kernels._jit import has_numba, inlined, jit, pays
@@ -135,15 +144,15 @@ _RANDOM_BITS_CUDA = CudaKernel(
 def _words(xp: Namespace, key: int, offsets: Array, run: int) -> Array:
     """uint64 [runs * run] hashes."""
     size = int(offsets.size) * run
-    if xp is not np:
-        if size == 0:
-            return xp.empty(0, np.uint64)
+    if xp is not np and size == 0:
+        return xp.empty(0, np.uint64)
+    if has_cuda(xp):
         return _RANDOM_BITS_CUDA(np.uint64(key), offsets, run, size=size)
-    if size >= FUSED_MIN_SIZE and has_numba():
+    if xp is np and size >= FUSED_MIN_SIZE and has_numba():
         words = np.empty(size, np.uint64)
         _random_bits_loop(np.uint64(key), offsets, run, words)
         return words
-    inner = np.arange(run, dtype=np.uint64)
+    inner = xp.arange(run, dtype=np.uint64)
     return _hash_in_place((offsets[:, None] + inner).reshape(-1), key)
 
 
@@ -238,8 +247,8 @@ def random_normal(
     uniform = xp.asarray(bits >> np.uint64(12)).astype(np.float64)  # of no dims NumPy makes a number
     uniform += 0.5
     uniform *= 2.0**-52
-    special = import_module("scipy.special" if xp is np else "cupyx.scipy.special")
-    return store(xp, special.ndtri(uniform, out=uniform), out, np.dtype(dtype if out is None else out.dtype))
+    ndtri = special_functions(xp).ndtri
+    return store(xp, ndtri(uniform, out=uniform), out, np.dtype(dtype if out is None else out.dtype))
 
 
 @jit
@@ -298,7 +307,7 @@ def dropout(
     threshold = min(round(rate * 2**32), 2**32 - 1)
     scale = x.dtype.type(1 / (1 - rate))
     y = empty(xp, out, x.shape, x.dtype)
-    if xp is not np:
+    if has_cuda(xp):
         if x.size:
             contiguous = xp.ascontiguousarray(x).reshape(-1)
             numbers = (np.uint64(word), offsets, run, np.uint64(threshold), scale)
@@ -308,4 +317,4 @@ def dropout(
         _dropout_loop(flat(x), np.uint64(word), offsets, run, np.uint64(threshold), scale, y.reshape(-1))
         return store(xp, y, out)
     keep = (_words(xp, word, offsets, run) >= np.uint64(threshold << 32)).reshape(x.shape)
-    return store(xp, np.where(keep, x * scale, x.dtype.type(0)), out)
+    return store(xp, xp.where(keep, x * scale, x.dtype.type(0)), out)

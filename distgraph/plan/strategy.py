@@ -80,8 +80,10 @@ class Strategy:
             of an op that is compared, 20 for each change of layout that is priced, 1 for each step examined
             in the search for its collectives, and 12 for each way to cut it into tiles between two meshes.
             The default, 500,000, is a few seconds. Needs refine="always".
-        device: "cpu", or "gpu" to compute on CuPy arrays, which needs the extra cuda12 or cuda13, or one that
-            the program has registered. Planning for a GPU needs none; see docs/running/gpu.md.
+        device: kind of device of the ranks: "cpu", or "gpu" to compute on CuPy arrays, which needs the extra
+            cuda12 or cuda13, or one that the program has registered. Ranks on a mesh with a `device_type` are
+            of that one, also beside others in one job. None for what a plan for several kinds of devices
+            places ranks on, else "cpu". Planning for a GPU needs none; see docs/running/gpu.md.
         nonfinite: what happens to a training step whose loss or gradients are nan or infinite. "raise" ends
             training with a RuntimeFault that names the parameters; "skip" leaves out the update of this step,
             on all ranks, and notes it in the history; "warn" warns once and trains on. Under the first two,
@@ -109,7 +111,7 @@ class Strategy:
         ShardingError: an unknown mode, schedule, device, policy, executor or axis; passes that are no list of
             changes; fewer than one micro-batch, or step between comparisons; a `zero` that is not 0 to 3;
             an unknown precision, or one that does not fit mode or policy; a `gradient_precision` other than
-            bf16;
+            bf16; a `device` while all ranks of `mesh` need others;
             a constraint of the search in a mode that does not search, or one that
             contradicts another; a budget below one, or without a search.
 
@@ -135,7 +137,7 @@ class Strategy:
     batch_axis: str | Sequence[str] | None = None
     refine: str = "conflicts"
     refine_budget: int | None = None
-    device: str = "cpu"
+    device: str | None = None
     nonfinite: str = "raise"
     verify_replicas: int | None = None
     passes: Sequence[str] = ()
@@ -151,14 +153,14 @@ class Strategy:
         self._read_schedule()
         for name, choices in (
             ("refine", REFINE),
-            ("device", DEVICES),
+            ("device", [None, *DEVICES]),
             ("nonfinite", NONFINITE),
             ("executor", EXECUTORS),
         ):
             if getattr(self, name) not in choices:
                 raise ShardingError(
                     f"{name} {getattr(self, name)!r} of Strategy does not exist; it is one of "
-                    f"{', '.join(choices)}"
+                    f"{', '.join(choice for choice in choices if choice is not None)}"
                 )
         if self.refine_budget is not None:
             self._check_budget(self.refine_budget)
@@ -185,6 +187,7 @@ class Strategy:
                 f"batch_axis of Strategy is {self.batch_axis!r} but there is no mesh; give it one"
             )
         self._check_batch_axes()
+        self._check_device()
 
     def _read_schedule(self) -> None:
         """Take the name of a schedule that is given as text, and the number of its micro-batches."""
@@ -219,6 +222,17 @@ class Strategy:
         for axis in self.batch_axes:
             assert self.mesh is not None
             self.mesh.axis_size(axis)
+
+    def _check_device(self) -> None:
+        """The device of a strategy is for the ranks of its mesh that need none of a certain type."""
+        if self.device is None or self.mesh is None:
+            return
+        needed = {self.mesh.device_type_of(rank) for rank in self.mesh.members}
+        if needed.isdisjoint({None, self.device}):
+            raise ShardingError(
+                f"device of Strategy is {self.device!r} but its {self.mesh} has the device_type "
+                f"{', '.join(sorted(map(str, needed)))}; leave one of them out"
+            )
 
     def _check_zero(self) -> None:
         if self.mode in SEARCHED or self.zero is None:

@@ -33,7 +33,7 @@ from distgraph.runtime.program.codegen import Writer
 from distgraph.runtime.program.compiled_task import Arena, CompiledTask
 from distgraph.runtime.program.identifiers import literal
 from distgraph.runtime.program.storage import Storage, is_started
-from distgraph.runtime.transport.transport import Array, Group, Request, Transport
+from distgraph.runtime.transport.transport import Array, Group, Request, Transport, namespace_of
 from distgraph.runtime.transport.watchdog import MESSAGE_TAGS
 
 _Verify = Callable[[], None]
@@ -297,7 +297,7 @@ class _Checked:
 
 
 def checksum(array: Any) -> int:
-    """CRC-32 of the bytes of an array (of the host or of a GPU) or of a number."""
+    """CRC-32 of the bytes of an array (of the host or of a device) or of a number."""
     host = array if isinstance(array, np.ndarray) or not hasattr(array, "get") else array.get()
     return zlib.crc32(np.ascontiguousarray(host).reshape(-1).view(np.uint8).data)
 
@@ -308,9 +308,5 @@ def _fill_with_garbage(array: Any) -> None:
 
 
 def _like(array: Any, host: np.ndarray) -> Any:
-    """A copy of a host array in the memory of another array: the host or a GPU."""
-    if isinstance(array, np.ndarray):
-        return host
-    device_array = array.__class__(host.shape, host.dtype)
-    device_array.set(host)
-    return device_array
+    """A host array, or its copy in the memory of another array where that is on a device."""
+    return host if isinstance(array, np.ndarray) else namespace_of(array).asarray(host)

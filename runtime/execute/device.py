@@ -1,21 +1,21 @@
-"""The device of a rank: the host with NumPy arrays, or a GPU with CuPy arrays.
+"""The device of a rank: the host with NumPy arrays, a GPU with CuPy arrays, or one of a registered kind.
 
 A `Device` holds the array namespace of its rank's program, its transport, and the copies between the host
-and the memory of the device. The engine uses GPUs only by this interface.
+and the memory of the device. The engine uses devices only by this interface. The ranks of a job may have
+devices of different kinds; ranks without a GPU use the transport for host arrays as it is.
 
 On a GPU every rank computes on a stream of its own. Feeds are copied asynchronously from pinned memory;
 collectives overlap the computation (NCCL on a stream of its own); outputs are copied back at the end of the
 step, where the host waits once. The stream is synchronised with the CUDA default stream, so that work which a
 library launches there cannot overtake the program.
 
-Transports of ranks with GPUs: NCCL between processes, and between threads where there are several GPUs; data
-between ranks that share a GPU are staged through the host. Threads that share one GPU copy from device to
-device by the in-process transport.
+Transports of ranks with GPUs: NCCL between processes, and between threads where there are several GPUs.
+Threads that share one GPU copy from device to device by the in-process transport. Data of processes that
+share a GPU, and of ranks with and without a GPU, are staged through the host (`transport/staging.py`).
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -25,14 +25,17 @@ from typing import Any, Protocol
 import numpy as np
 
 from distgraph.errors import ResourceError, RuntimeFault
+from distgraph.ir.range_notation import spans
 from distgraph.passes.partition import RankProgram
 from distgraph.plan.strategy import DEVICES
 from distgraph.resources.schema import DEVICE_TYPES, register_device_type
 from distgraph.runtime.program.storage import is_started
+from distgraph.runtime.transport.cuda_copies import CudaCopies
 from distgraph.runtime.transport.inprocess import InProcessTransport
 from distgraph.runtime.transport.mpi import MpiTransport
 from distgraph.runtime.transport.nccl import NcclTransport
-from distgraph.runtime.transport.transport import Array, Group, Transport
+from distgraph.runtime.transport.staging import StagedTransport
+from distgraph.runtime.transport.transport import Array, Group, Transport, register_arrays
 
 Inlet = Callable[[np.ndarray], Array]
 """Host block -> its copy in the memory of the device, valid until the next call."""
@@ -44,8 +47,10 @@ class Device(Protocol):
     """The device of one rank.
 
     Attributes:
-        xp: array namespace, NumPy or CuPy.
-        transport: transport to the other ranks for arrays of `xp`; None where there is one rank.
+        xp: array namespace: NumPy, or a module with the functions of NumPy for arrays of the device
+            (`xp.ndarray`).
+        transport: transport to all other ranks for arrays of `xp`; None where there is one rank. Of a device
+            with memory of its own it is a `StagedTransport`, alone or around a direct one between devices.
     """
 
     @property
@@ -123,28 +128,43 @@ def _unchanged(block: np.ndarray) -> Array:
 
 
 class Gpu:
-    """A GPU, or a share of one; see `Device`. Making one is collective over the ranks of `control`.
+    """A GPU, or a share of one; see `Device`. Making one is collective over `ranks`.
 
     Args:
-        control: transport of the ranks for host arrays; None where there is one rank.
+        control: transport of all ranks for host arrays; None where there is one rank.
+        ranks: those with a GPU.
 
     Raises:
         ResourceError: CuPy is missing, or finds no GPU.
-        RuntimeFault: there is no NCCL.
+        RuntimeFault: there is no NCCL; the ranks with GPUs are not those of another engine of this process.
     """
 
-    def __init__(self, control: Transport | None) -> None:
+    def __init__(self, control: Transport | None, ranks: Group) -> None:
         self.xp: Any = array_namespace("gpu")
         self._cuda = self.xp.cuda
         self._pinned: Any = import_module("cupyx").empty_pinned
-        self.number, self._transport = 0, control  # several threads on one GPU copy from device to device
-        if control is not None and not (isinstance(control, InProcessTransport) and _count(self.xp) == 1):
-            nccl = _nccl_of_process(control) if isinstance(control, MpiTransport) else NcclTransport(control)
-            self.number, self._transport = nccl.device, nccl
+        self.number = 0
+        self._nccl: NcclTransport | None = None
+        self._transport = None if control is None else self._connect(control, ranks)
         with self._cuda.Device(self.number):
             self.stream = self._cuda.Stream()
-        if isinstance(self._transport, InProcessTransport):
-            self._transport.order_by(self)
+        self._threads = isinstance(control, InProcessTransport)
+
+    def _connect(self, control: Transport, ranks: Group) -> Transport:
+        """The transport to all other ranks; sets the number of the GPU."""
+        copies, members = CudaCopies(self.xp, self._pinned), frozenset(ranks)
+        if isinstance(control, InProcessTransport) and _count(self.xp) == 1:
+            control.order_by(self)  # threads on one GPU copy from device to device
+            if len(members) == control.size:
+                return control
+            return StagedTransport(control, copies, control, members.issuperset)
+        if len(ranks) == 1:
+            self.number = (_planned(control) or 0) % _count(self.xp)
+            return StagedTransport(control, copies)
+        process = isinstance(control, MpiTransport)
+        nccl = _nccl_of_process(control, ranks) if process else NcclTransport(control, ranks)
+        self._nccl, self.number = nccl, nccl.device
+        return StagedTransport(control, copies, nccl, nccl.reaches)
 
     @property
     def transport(self) -> Transport | None:
@@ -156,8 +176,8 @@ class Gpu:
             try:
                 yield
             except BaseException:
-                if isinstance(self._transport, NcclTransport):
-                    self._transport.stop()  # a collective that other ranks do not join would never end
+                if self._nccl is not None:
+                    self._nccl.stop()  # a collective that other ranks do not join would never end
                 raise
 
     def prepare(self, program: RankProgram | None) -> None:
@@ -167,8 +187,9 @@ class Gpu:
                 f"cupy {self.xp.__version__} has no bfloat16 but the program uses it; install cupy "
                 f"{_BF16_MAJOR} or newer, or use float16"
             )
-        if isinstance(self._transport, NcclTransport):
-            self._transport.prepare(*communication(program))
+        if self._nccl is not None:
+            groups, pairs = communication(program)
+            self._nccl.prepare(filter(self._nccl.reaches, groups), filter(self._nccl.reaches, pairs))
 
     def asarray(self, block: np.ndarray) -> Array:
         return self.xp.asarray(block)
@@ -197,12 +218,10 @@ class Gpu:
             for label, output in outputs.items()
         }
         end = self.mark()
-        if isinstance(
-            self._transport, NcclTransport
-        ):  # the time limit ends the wait where another rank has died
-            self._transport.poll(lambda: bool(end.done), "step on the device")
-        else:
+        if self._transport is None or (self._threads and self._nccl is None):
             end.synchronize()
+        else:  # the time limit ends the wait where another rank has died
+            self._transport.poll(lambda: bool(end.done), "step on the device")
         return host_outputs
 
     def _start_copy(self, block: Any) -> np.ndarray:
@@ -225,8 +244,8 @@ class Gpu:
         self._cuda.get_current_stream().wait_event(mark)
 
     def close(self) -> None:
-        if isinstance(self._transport, NcclTransport) and not self._transport.serves_process:
-            self._transport.close()
+        if self._nccl is not None and not self._nccl.serves_process:
+            self._nccl.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,12 +253,12 @@ class DeviceType:
     """A type of device.
 
     Attributes:
-        take: transport of a rank for host arrays (None where there is one rank) -> the device of the rank.
-            Collective over the ranks.
+        take: (transport of all ranks for host arrays, or None where there is one rank; the ranks that have
+            devices of this type, ascending) -> the device of the calling rank. Collective over these ranks.
         namespace: -> its array namespace; raises ResourceError where it cannot be used here.
     """
 
-    take: Callable[[Transport | None], Device]
+    take: Callable[[Transport | None, Group], Device]
     namespace: Callable[[], Any]
 
 
@@ -247,9 +266,10 @@ _DEVICE_TYPES: dict[str, DeviceType] = {}
 
 
 def register_device(
-    name: str, take: Callable[[Transport | None], Device], namespace: Callable[[], Any]
+    name: str, take: Callable[[Transport | None, Group], Device], namespace: Callable[[], Any]
 ) -> None:
-    """Declare a type of device (`DeviceType`), for `Strategy(device=name)` and for devices of resource files.
+    """Declare a type of device (`DeviceType`): for `Strategy(device=name)`, for the `device_type` of meshes
+    and for devices of resource files.
 
     Raises:
         ResourceError: the name is taken.
@@ -263,18 +283,22 @@ def register_device(
         register_device_type(name)
 
 
-def take_device(device: str, control: Transport | None) -> Device:
+def take_device(types: Sequence[str], rank: int, control: Transport | None) -> Device:
     """The device of a rank. Collective over the ranks of `control`.
 
     Args:
-        device: "cpu", "gpu" or a registered one.
+        types: type of the device of every rank: "cpu", "gpu" or a registered one.
+        rank: the calling rank.
         control: transport of the ranks for host arrays; None where there is one rank.
 
     Raises:
         ResourceError: CuPy is missing, or finds no GPU.
         RuntimeFault: there is no NCCL, or it fails.
     """
-    return _DEVICE_TYPES[device].take(control)
+    ranks = tuple(each for each, kind in enumerate(types) if kind == types[rank])
+    device = _DEVICE_TYPES[types[rank]].take(control, ranks)
+    register_arrays(device.xp)
+    return device
 
 
 def array_namespace(device: str) -> Any:
@@ -286,6 +310,15 @@ def array_namespace(device: str) -> Any:
     return _DEVICE_TYPES[device].namespace()
 
 
+def missing_device(device: str) -> str:
+    """Why a type of device cannot be used here; empty if it can."""
+    try:
+        array_namespace(device)
+    except ResourceError as error:
+        return str(error)
+    return ""
+
+
 def _cupy() -> Any:
     """CuPy, where it finds a GPU."""
     try:
@@ -293,19 +326,19 @@ def _cupy() -> Any:
     except ImportError as error:
         raise ResourceError(
             f'device "gpu" needs CuPy but it cannot be imported ({error}); install it with: pip install '
-            'distgraph[cuda12] (or cuda13), or use Strategy(device="cpu")'
+            "distgraph[cuda12] (or cuda13), or run the rank on another device"
         ) from error
     try:
         devices = _count(cupy)
     except cupy.cuda.runtime.CUDARuntimeError as error:
         raise ResourceError(
             f'device "gpu" needs a CUDA device but CuPy finds none ({error}); look at nvidia-smi and '
-            'CUDA_VISIBLE_DEVICES, or use Strategy(device="cpu")'
+            "CUDA_VISIBLE_DEVICES, or run the rank on another device"
         ) from error
     if not devices:
         raise ResourceError(
-            'device "gpu" needs a CUDA device but none is visible; look at CUDA_VISIBLE_DEVICES, or use '
-            'Strategy(device="cpu")'
+            'device "gpu" needs a CUDA device but none is visible; look at CUDA_VISIBLE_DEVICES, or run the '
+            "rank on another device"
         )
     return cupy
 
@@ -329,16 +362,39 @@ def _count(cupy: Any) -> int:
     return int(cupy.cuda.runtime.getDeviceCount())
 
 
-@functools.cache
-def _nccl_of_process(control: MpiTransport) -> NcclTransport:
-    """The NCCL transport of this process, which all engines share.
-
-    Two on one control transport would receive each other's messages.
-    """
+def _planned(control: Transport) -> int | None:
+    """Number of the GPU that a plan gives to the rank of this process; None where no plan does."""
+    if not isinstance(control, MpiTransport):
+        return None
     placed = control.arrangement
-    device = placed.share[0] if placed.share is not None and placed.device_type == "gpu" else None
-    return NcclTransport(control, serves_process=True, device=device)
+    return placed.share[0] if placed.share is not None and placed.device_type == "gpu" else None
 
 
-register_device("cpu", Host, lambda: np)
+_NCCL: dict[Transport, NcclTransport] = {}
+"""Transport of a process for host arrays -> its NCCL transport, which all engines share: two of them would
+receive each other's messages."""
+
+
+def _nccl_of_process(control: Transport, ranks: Group) -> NcclTransport:
+    """The NCCL transport of this process.
+
+    Raises:
+        RuntimeFault: an engine of this process has made it for other ranks.
+    """
+    if control not in _NCCL:
+        _NCCL[control] = NcclTransport(control, ranks, serves_process=True, device=_planned(control))
+    nccl = _NCCL[control]
+    if nccl.members != ranks:
+        raise RuntimeFault(
+            f"ranks {spans(ranks)} are to compute on GPUs but in another engine of this job ranks "
+            f"{spans(nccl.members)} do; give the ranks the same devices in all engines, or run two jobs"
+        )
+    return nccl
+
+
+def _host(control: Transport | None, ranks: Group) -> Host:
+    return Host(control)
+
+
+register_device("cpu", _host, lambda: np)
 register_device("gpu", Gpu, _cupy)

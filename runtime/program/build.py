@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -33,6 +34,7 @@ class Build:
         pipeline: its passes; those on rank programs run for a rank when `program` is called.
         planned: the completed graph before the pipeline's passes on completed graphs, which a plan
             describes; None if there are no such passes.
+        device_types: rank -> type of device that its meshes need; ranks without such needs are left out.
     """
 
     completed: Graph
@@ -41,6 +43,7 @@ class Build:
     policy: str
     pipeline: Pipeline = field(default_factory=pipeline, repr=False)
     planned: Graph | None = field(default=None, repr=False)
+    device_types: Mapping[int, str] = field(default_factory=dict)
 
     @cached_property
     def task_graph(self) -> TaskGraph:

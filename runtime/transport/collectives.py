@@ -4,8 +4,8 @@ They handle dims and uneven shards; transports move flat buffers.
 
 The `*_start` form of a collective returns a `Handle`, whose `wait()` returns the array; the other form
 waits. Start early and wait late. `group` is a tuple of global ranks in order; `sizes[i]` is the local length
-of the dim in question on member i, may differ between members and may be 0. Arrays are NumPy or CuPy; `out`
-must be C-contiguous and is returned.
+of the dim in question on member i, may differ between members and may be 0. Arrays are of NumPy or of the
+namespace of a device (`register_arrays`); `out` must be C-contiguous and is returned.
 
 Data is packed only where the layout needs it: with the dim in front (or only dims of length 1 before it)
 the shards are stretches of memory already, and `x` and `out` are the transport's buffers themselves.
@@ -18,15 +18,20 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import Any, ParamSpec
 
-import numpy as np
-
 from distgraph.errors import RuntimeFault
-from distgraph.runtime.transport.transport import Array, Group, Request, Transport, position_in, stretches
+from distgraph.runtime.transport.transport import (
+    Array,
+    Group,
+    Request,
+    Transport,
+    namespace_of,
+    position_in,
+    stretches,
+)
 from distgraph.runtime.transport.watchdog import MESSAGE_TAGS
 
 Slices = tuple[slice, ...]
@@ -350,8 +355,7 @@ reduce = _waited(reduce_start)
 
 def _empty(like: Array, shape: int | Sequence[int], dtype: Any = None) -> Array:
     """Uninitialised array of the library of `like`, and of its dtype if none is given."""
-    library: Any = np if isinstance(like, np.ndarray | np.generic) else sys.modules["cupy"]
-    return library.empty(shape, like.dtype if dtype is None else dtype)
+    return namespace_of(like).empty(shape, like.dtype if dtype is None else dtype)
 
 
 def _rounded(x: Array, dtype: Any) -> Array:

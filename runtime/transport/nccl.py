@@ -1,8 +1,9 @@
 """Ranks with a GPU each: the NCCL transport (`cupy.cuda.nccl`), CuPy arrays.
 
 Another transport, MPI between processes, is used for bootstrap and control only: unique ids, small objects,
-failures, and the agreement on messages. Where two members of a group share a GPU, which NCCL refuses, the
-group's data is staged through host memory and moved by that other transport.
+failures, and the agreement on messages. NCCL refuses groups in which two members share a GPU, and other ranks
+of the job may have no GPU: `reaches` says which groups can use this transport. `StagedTransport` moves the
+data of others through host memory.
 
 Streams: collectives run on a stream of their own, messages on one per peer and direction, so that
 communication overlaps the computation on the caller's current stream. An operation waits (on the device) for
@@ -16,6 +17,7 @@ that it is ready for to the sender over the control transport; the sender answer
 messages in the order of the answers.
 
 Communicators are made by `prepare`, collectively and in one order for all ranks, because making one blocks.
+Each is made by its members alone: the first of them in that order that is not made yet has all its members.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from typing import Any, Final
 import numpy as np
 
 from distgraph.errors import RuntimeFault
+from distgraph.runtime.transport.group_objects import broadcast_in_group, gather_in_group
 from distgraph.runtime.transport.transport import (
     Array,
     Group,
@@ -75,25 +78,6 @@ class _DeviceRequest:
         self._arrays = ()
 
 
-class _StagedRequest:
-    """An operation of the control transport on host copies, whose results are copied to the device."""
-
-    __slots__ = ("_copied", "_pairs", "_request")
-
-    def __init__(self, request: Request, pairs: Sequence[tuple[Array, Array]]) -> None:
-        self._request, self._pairs, self._copied = request, pairs, False
-
-    def done(self) -> bool:
-        return self._request.done()
-
-    def wait(self) -> None:
-        self._request.wait()
-        if not self._copied:
-            for device, host in self._pairs:
-                device.set(host.reshape(device.shape))
-            self._copied = True
-
-
 class _Channel:
     """Messages from one rank to another: those posted here, and the tags received from the other side."""
 
@@ -108,19 +92,22 @@ class _Channel:
 
 
 class NcclTransport:
-    """One rank of a job with GPUs; see `distgraph.runtime.transport.transport.Transport`.
+    """One rank with a GPU; see `distgraph.runtime.transport.transport.Transport`.
 
-    Making one is collective. It uses the CUDA device that is planned, else that with the position of this
-    rank on its machine as its number, modulo the number of devices of the machine, and makes it current.
+    Making one is collective over the ranks with a GPU. It uses the CUDA device that is planned, else that
+    with the position of this rank among those of its machine as its number, modulo the number of devices of
+    the machine, and makes it current.
 
     Args:
-        control: transport of the same ranks for host data.
+        control: transport of all ranks for host data.
+        members: ranks of the job with a GPU; by default all.
         limit: seconds without progress before a wait gives up; default DISTGRAPH_TIMEOUT or 60.
         serves_process: it is the only transport of the process and lives as long as the process.
         device: number of the CUDA device that a plan gives to this rank; None where no plan does.
 
     Attributes:
         device: number of the CUDA device.
+        members: the ranks with a GPU.
 
     Raises:
         RuntimeFault: CuPy is not installed, has no NCCL, or finds no device.
@@ -129,6 +116,7 @@ class NcclTransport:
     def __init__(
         self,
         control: Transport,
+        members: Group | None = None,
         *,
         limit: float | None = None,
         serves_process: bool = False,
@@ -137,6 +125,7 @@ class NcclTransport:
         self.serves_process, self.device = serves_process, 0
         self.cupy, self._nccl = _load_cupy()
         self._control, self._limit = control, time_limit(limit)
+        self.members: Group = tuple(range(control.size)) if members is None else members
         self._devices = self._choose_device(device)
         self._stream = self.cupy.cuda.Stream(non_blocking=True)
         self._communicators: dict[Group, Any] = {}
@@ -157,40 +146,28 @@ class NcclTransport:
     def size(self) -> int:
         return self._control.size
 
-    def shares_device(self, group: Iterable[int]) -> bool:
-        """Whether two of the ranks run on one GPU, so that data between them is staged through the host."""
-        used = [self._devices[rank] for rank in group]
-        return len(set(used)) < len(used)
+    def reaches(self, group: Iterable[int]) -> bool:
+        """Whether all the ranks have a GPU of their own, so that they can exchange data by NCCL."""
+        used = [self._devices.get(rank) for rank in group]
+        return None not in used and len(set(used)) == len(used)
 
     def prepare(self, groups: Iterable[Group], pairs: Iterable[tuple[int, int]] = ()) -> None:
-        """Make the communicators that the programs of all ranks need. Collective over all ranks.
+        """Make the communicators that the programs of all members need. Collective over the members.
 
         Args:
-            groups: groups that this rank will use for collectives.
-            pairs: (source, destination) of the messages that it will send or receive.
+            groups: groups that this rank will use for collectives; those that it does not reach are left out.
+            pairs: (source, destination) of the messages that it will send or receive, likewise.
         """
-        requests = self._control.gather_objects((set(groups), set(pairs)))
-        union = (
-            None
-            if requests is None
-            else [sorted(set().union(*parts)) for parts in zip(*requests, strict=True)]
-        )
-        all_groups, all_pairs = self._control.broadcast_object(union)
-        # Every rank takes part in exchanging every id, so the order must not depend on this rank's groups.
-        new_groups = [group for group in all_groups if group not in self._prepared]
-        new_pairs = [
-            pair for pair in all_pairs if (pair, "message") not in self._prepared and len(set(pair)) == 2
-        ]
-        for group in new_groups:
-            self._prepared.add(group)
-            if not self.shares_device(group) and (communicator := self._communicator(group)) is not None:
-                self._communicators[group] = communicator
-        for source, dest in new_pairs:
-            self._prepared.add(((source, dest), "message"))
-            if self.shares_device((source, dest)):
-                continue
-            communicator = self._communicator((source, dest))
-            if communicator is not None:
+        requests = gather_in_group(self._control, (set(groups), set(pairs)), self.members)
+        all_groups, all_pairs = (sorted(set().union(*sets)) for sets in zip(*requests.values(), strict=True))
+        for group in filter(self.reaches, all_groups):
+            if self.rank in group and group not in self._prepared:
+                self._prepared.add(group)
+                self._communicators[group] = self._communicator(group)
+        for source, dest in filter(self.reaches, all_pairs):
+            if self.rank in (source, dest) and ((source, dest), "message") not in self._prepared:
+                self._prepared.add(((source, dest), "message"))
+                communicator = self._communicator((source, dest))
                 channel = _Channel(communicator, self.cupy.cuda.Stream(non_blocking=True))
                 channels, peer = (self._sending, dest) if source == self.rank else (self._receiving, source)
                 channels[peer] = channel
@@ -200,9 +177,6 @@ class NcclTransport:
     def all_reduce(self, buffer: Array, op: str, group: Group) -> Request:
         check_reduction(op, buffer.dtype, "all_reduce")
         flat(buffer, "all_reduce")
-        if self.shares_device(group):
-            host = self._to_host(buffer)
-            return _StagedRequest(self._control.all_reduce(host, op, group), [(buffer, host)])
         kind, code, pointer = self._type(buffer), _OPS[op], buffer.data.ptr
         return self._launch(
             f"all_reduce({op})",
@@ -213,11 +187,6 @@ class NcclTransport:
 
     def all_gather(self, send: Array, recv: Array, counts: Sequence[int], group: Group) -> Request:
         check_counts("all_gather", recv.size, counts, group)
-        if self.shares_device(group):
-            host = np.empty(recv.size, recv.dtype)
-            return _StagedRequest(
-                self._control.all_gather(self._to_host(send), host, counts, group), [(recv, host)]
-            )
         source, kind = flat(send, "all_gather"), self._type(send)
         places = stretches(counts)
 
@@ -234,10 +203,6 @@ class NcclTransport:
     ) -> Request:
         check_reduction(op, send.dtype, "reduce_scatter")
         check_counts("reduce_scatter", send.size, counts, group)
-        if self.shares_device(group):
-            host = np.empty(recv.size, recv.dtype)
-            request = self._control.reduce_scatter(self._to_host(send), host, counts, op, group)
-            return _StagedRequest(request, [(recv, host)])
         source, kind, code = flat(send, "reduce_scatter"), self._type(send), _OPS[op]
         places = stretches(counts)
 
@@ -260,10 +225,6 @@ class NcclTransport:
     ) -> Request:
         check_counts("all_to_all", send.size, send_counts, group)
         check_counts("all_to_all", recv.size, recv_counts, group)
-        if self.shares_device(group):
-            host = np.empty(recv.size, recv.dtype)
-            request = self._control.all_to_all(self._to_host(send), host, send_counts, recv_counts, group)
-            return _StagedRequest(request, [(recv, host)])
         parts = [flat(send, "all_to_all")[place] for place in stretches(send_counts)]
         targets = [flat(recv, "all_to_all")[place] for place in stretches(recv_counts)]
         return self._launch(
@@ -276,9 +237,6 @@ class NcclTransport:
     def broadcast(self, buffer: Array, root: int, group: Group) -> Request:
         first = position_in(group, root, "broadcast")
         flat(buffer, "broadcast")
-        if self.shares_device(group):
-            host = self._to_host(buffer)
-            return _StagedRequest(self._control.broadcast(host, root, group), [(buffer, host)])
         pointer, kind = buffer.data.ptr, self._type(buffer)
         return self._launch(
             "broadcast",
@@ -291,15 +249,10 @@ class NcclTransport:
 
     def send(self, buffer: Array, dest: int, tag: int) -> Request:
         flat(buffer, "send")
-        if dest == self.rank or self.shares_device((self.rank, dest)):
-            return _StagedRequest(self._control.send(self._to_host(buffer), dest, tag), [])
         return self._post(self._sending, dest, buffer, tag, f"send to rank {dest} (tag {tag})")
 
     def recv(self, buffer: Array, source: int, tag: int) -> Request:
         flat(buffer, "recv")
-        if source == self.rank or self.shares_device((self.rank, source)):
-            host = np.empty(buffer.size, buffer.dtype)
-            return _StagedRequest(self._control.recv(host, source, tag), [(buffer, host)])
         request = self._post(self._receiving, source, buffer, tag, f"recv from rank {source} (tag {tag})")
         self._send_tag(source, _READY_TAG, tag)
         return request
@@ -363,29 +316,24 @@ class NcclTransport:
 
     # -- implementation ----------------------------------------------------------------------------
 
-    def _choose_device(self, planned: int | None) -> list[tuple[str, bytes]]:
-        """Make this rank's device current. Returns (machine, UUID of the device) of every rank."""
+    def _choose_device(self, planned: int | None) -> dict[int, tuple[str, bytes]]:
+        """Make this rank's device current. Returns (machine, UUID of the device) of every member."""
         runtime, machine = self.cupy.cuda.runtime, socket.gethostname()
-        machines = self._control.broadcast_object(self._control.gather_objects(machine))
+        machines = gather_in_group(self._control, machine, self.members)
+        before = [rank for rank in self.members if rank < self.rank and machines[rank] == machine]
         try:
-            number = machines[: self.rank].count(machine) if planned is None else planned
+            number = len(before) if planned is None else planned
             self.device = number % runtime.getDeviceCount()
             self.cupy.cuda.Device(self.device).use()
             identity = bytes(runtime.getDeviceProperties(self.device)["uuid"])
         except runtime.CUDARuntimeError as error:
             raise RuntimeFault(f"rank {self.rank}: nccl transport finds no CUDA device: {error}") from error
-        identities = self._control.gather_objects((machine, identity))
-        return [tuple(pair) for pair in self._control.broadcast_object(identities)]
+        return gather_in_group(self._control, (machine, identity), self.members)
 
     def _communicator(self, group: Group) -> Any:
-        """The communicator of a group, None where this rank is no member.
-
-        The first member makes its id and sends it to all ranks.
-        """
+        """The communicator of a group, whose id the first member makes. Collective over the group."""
         unique = self._nccl.get_unique_id() if self.rank == group[0] else None
-        unique = self._control.broadcast_object(unique, root=group[0])
-        if self.rank not in group:
-            return None
+        unique = broadcast_in_group(self._control, unique, group[0], group)
         try:
             return self._nccl.NcclCommunicator(len(group), unique, group.index(self.rank))
         except self._nccl.NcclError as error:
@@ -458,10 +406,6 @@ class NcclTransport:
     def _mark(self, stream: Any) -> Any:
         """An event that happens when the present work of a stream is done."""
         return stream.record(self.cupy.cuda.Event(disable_timing=True))
-
-    def _to_host(self, array: Array) -> np.ndarray[Any, Any]:
-        """Flat copy in host memory, made after the present work of the current stream."""
-        return np.asarray(self.cupy.asnumpy(array)).reshape(-1)
 
     def _type(self, array: Array) -> int:
         name = np.dtype(array.dtype).name

@@ -31,7 +31,7 @@ from distgraph.runtime.job.job_files import DEFAULT_TIME_LIMIT, TIMEOUT, setting
 from distgraph.runtime.transport.watchdog import Activity
 
 Array = Any
-"""A NumPy or CuPy array."""
+"""An array of NumPy, of CuPy, or of the namespace of a registered device."""
 Group = tuple[int, ...]
 """Global ranks in order of position; contains the rank that uses it."""
 
@@ -44,6 +44,19 @@ _UFUNCS: Final[dict[str, np.ufunc]] = {
     "min": np.minimum,
     "prod": np.multiply,
 }
+
+
+_NAMESPACES: dict[type, Any] = {np.ndarray: np}
+
+
+def register_arrays(xp: Any) -> None:
+    """Declare an array namespace, whose arrays (`xp.ndarray`) are to be sent and received."""
+    _NAMESPACES[xp.ndarray] = xp
+
+
+def namespace_of(array: Array) -> Any:
+    """The declared namespace of an array, or of a NumPy number."""
+    return np if isinstance(array, np.generic) else _NAMESPACES[type(array)]
 
 
 class Request(Protocol):

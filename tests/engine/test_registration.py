@@ -281,7 +281,7 @@ def abacus(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Host]]:
     monkeypatch.setattr(load, "_REGISTERED", {})
     names, types, in_use = list(DEVICES), list(DEVICE_TYPES), []
 
-    def take(transport: Transport | None) -> Host:
+    def take(transport: Transport | None, ranks: Group) -> Host:
         in_use.append(Host(transport))
         return in_use[-1]
 
@@ -307,7 +307,7 @@ def test_a_program_trains_on_devices_and_a_cluster_of_its_own(abacus: list[Host]
     assert {each.type for each in engine.cluster.devices} == {"abacus"}
     assert losses == pytest.approx(trained(None)[1], rel=1e-9)
     with pytest.raises(dg.DistGraphError, match="device abacus is declared twice"):
-        register_device("abacus", Host, lambda: np)
+        register_device("abacus", lambda transport, ranks: Host(transport), lambda: np)
     with pytest.raises(dg.DistGraphError, match="cluster shop: there is one of this name"):
         register_cluster("shop", lambda: load_cluster("local"))
 

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from support.paths import TESTS
 from support.programs.equivalence import Case, Layout, grid, layouts, train
+from support.programs.mixed_devices import on, trained
 
 import distgraph as dg
 from distgraph import nn, optim
@@ -85,6 +86,21 @@ def test_two_mpi_ranks(layout: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(json.loads(done.stdout.splitlines()[-1]), wanted, rtol=TOLERANCE["f64"])
 
 
+@pytest.mark.parametrize(
+    "meshes",
+    [on("cpu", "gpu", "cpu"), on(("cpu", "gpu"), weights=(1, 3)), on(("gpu", "gpu"), "cpu")],
+    ids=["stages", "uneven", "two"],
+)
+def test_processors_beside_gpus(meshes: list[dg.ProcessMesh]) -> None:
+    """Messages between them go through pinned host memory."""
+    optimizer = optim.AdamW(lr=0.01, eps=1e-3, clip_norm=0.05)
+    given: dict[str, Any] = {"optimizer": optimizer, "micro_batches": 4}
+    wanted, found = trained([None] * len(meshes), **given), trained(meshes, **given)
+    np.testing.assert_allclose(found[0], wanted[0], rtol=TOLERANCE["f64"])
+    for name, array in wanted[1].items():
+        np.testing.assert_allclose(found[1][name], array, rtol=1e-6, atol=1e-9, err_msg=name)
+
+
 def test_predict_and_checkpoints(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(23, 6)).astype("f4"), rng.normal(size=(23, 5)).astype("f4")
@@ -93,12 +109,12 @@ def test_predict_and_checkpoints(tmp_path: Path) -> None:
         strategy = dg.Strategy(mesh=grid(dp=ranks), batch_axis="dp", device=device)
         return dg.Engine(nn.Linear(6, 5), nn.MeanSquaredError(), optim.Adam(lr=0.01), strategy=strategy)
 
-    trained = engine("gpu", 3)
-    trained.fit((x, y), epochs=2, batch_size=9, progress=False)
-    trained.save(tmp_path / "ckpt")
-    wanted = trained.predict(x)
+    first = engine("gpu", 3)
+    first.fit((x, y), epochs=2, batch_size=9, progress=False)
+    first.save(tmp_path / "ckpt")
+    wanted = first.predict(x)
     assert type(wanted) is np.ndarray
-    trained.close()
+    first.close()
     for device, ranks in (("gpu", 1), ("gpu", 2), ("cpu", 2)):
         other = engine(device, ranks)
         other.load(tmp_path / "ckpt")

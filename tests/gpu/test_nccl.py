@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -13,8 +14,10 @@ from support.devices.on_device import OnDevice
 from support.programs.rank_threads import run_ranks
 
 from distgraph.runtime.transport import collectives
+from distgraph.runtime.transport.cuda_copies import CudaCopies
 from distgraph.runtime.transport.inprocess import InProcessTransport, connect
 from distgraph.runtime.transport.nccl import NcclTransport
+from distgraph.runtime.transport.staging import StagedTransport
 
 pytestmark = pytest.mark.gpu
 
@@ -22,10 +25,11 @@ PLAIN = [case for case in cases.PLAIN if case is not cases.refusals_case]
 
 
 def prepared(control: InProcessTransport) -> OnDevice:
-    transport = NcclTransport(control)
+    direct = NcclTransport(control)
     pairs = [p for p in itertools.permutations(range(control.size), 2) if control.rank in p]
-    transport.prepare([g for g in cases.groups(control.size) if control.rank in g], pairs)
-    return OnDevice(transport)
+    direct.prepare([g for g in cases.groups(control.size) if control.rank in g], pairs)
+    copies = CudaCopies(direct.cupy, importlib.import_module("cupyx").empty_pinned)
+    return OnDevice(StagedTransport(control, copies, direct, direct.reaches), direct.cupy)
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -29,7 +29,7 @@ def test_ranks_that_share_a_gpu_exchange_through_the_host(
     try:
         found = train(replace(case, device="gpu"), 3)
     finally:
-        device._nccl_of_process.cache_clear()  # it belongs to the stand-in
+        device._NCCL.clear()  # it belongs to the stand-in
     np.testing.assert_allclose(found.losses, wanted.losses, rtol=1e-5)
     for name, block in wanted.tensors.items():
         assert found.tensors[name].shape == block.shape

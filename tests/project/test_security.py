@@ -36,6 +36,7 @@ ALLOWED = {
     "runtime/profile/op_probes.py": {"exec", "compile"},  # the same program, with clocks
     "runtime/transport/mpi.py": {"pickle.loads"},  # objects of other ranks of the job
     "runtime/transport/departed_ranks.py": {"pickle.loads"},  # the same
+    "runtime/transport/group_objects.py": {"pickle.loads"},  # the same
     "engine/search_driver/worker_pool.py": {"pickle.loads"},  # results of worker processes of this process
     "runtime/launch/mpiexec.py": {"subprocess.Popen"},  # mpiexec, with a list of arguments
     "runtime/launch/host_check.py": {

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.devices import fake_cupy
 from support.files.clusters import cluster_of
 from support.programs.searched import CHAIN, Program, mixed, slow
 from support.search.candidates import candidates
@@ -104,6 +105,22 @@ def test_a_plan_with_uneven_shares_runs(tmp_path: Path) -> None:
     assert [stage.mesh.weights for stage in plan.stages] == [{"dp": (2, 1)}]
     plan.save(tmp_path / "plan.json")
     trains_as_one_rank(program, Plan.load(tmp_path / "plan.json"))
+
+
+def test_a_plan_with_uneven_shares_runs_on_a_processor_and_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks compute on the types of devices that the plan places them on, the GPU being a stand-in."""
+    program = Program(lambda: nn.Linear(48, 6, dtype="f64"), (48,), batch=24)
+    described = mixed(0.5, 1, 1)
+    described["machines"][1]["devices"]["type"] = "cpu"
+    program.search(cluster_of(described)).save(tmp_path / "plan.json")
+    plan = Plan.load(tmp_path / "plan.json")
+    assert [(part.type, part.ranks) for part in plan.placement] == [("gpu", (0,)), ("cpu", (1,))]
+    assert [stage.mesh.weights for stage in plan.stages] == [{"dp": (2, 1)}]
+    hardware = fake_cupy.install(monkeypatch, devices=1)
+    trains_as_one_rank(program, plan)
+    assert hardware.names
 
 
 def test_samples_pass_between_kinds() -> None:

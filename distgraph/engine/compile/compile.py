@@ -12,7 +12,7 @@ from distgraph.engine.compile.compile_request import CompileRequest
 from distgraph.engine.compile.derived_programs import follow_plan, reference_of
 from distgraph.engine.compile.dump import dump_directory, dump_pass, dump_stage, write
 from distgraph.engine.compile.plan_apply import apply_plan, devices_of
-from distgraph.engine.compile.rank_placement import place_ranks
+from distgraph.engine.compile.rank_placement import needed_types, place_ranks
 from distgraph.engine.compile.recomputed_layers import recomputed_program
 from distgraph.engine.compile.strategy_passes import complete_with, strategy_pipeline
 from distgraph.errors import ResourceError
@@ -52,14 +52,14 @@ def compile_program(
     if cluster is None:
         mapping, built = None, program.build(strategy.start.schedule, watch=watch)
     else:
-        mapping = place_ranks(program, serial, cluster, devices_of(request.plan, cluster))
+        mapping = place_ranks(program, serial, cluster, devices_of(request.plan, cluster), strategy.device)
         price = MeshCommunication(cluster, mapping.devices).price
         built = program.build(strategy.start.schedule, price, watch)
     if strategy.gradient_precision is not None and request.plan is None:
         check_narrowed(built.lowered)
     if dump_directory() is not None and is_chief():
         write(f"{request.mode}.schedule.txt", built.schedule)
-    return built, mapping
+    return replace(built, device_types=needed_types(serial, built.lowered)), mapping
 
 
 def complete_program(request: CompileRequest, reference: Graph | None = None) -> tuple[Graph, Graph]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from distgraph.errors import ResourceError, ShardingError
+from distgraph.errors import ShardingError
 from distgraph.ir.dtypes import itemsize
 from distgraph.ir.graph import Graph
 from distgraph.ir.mesh import ProcessMesh
@@ -19,7 +19,11 @@ from distgraph.runtime.program.build import ReshardedProgram
 
 
 def place_ranks(
-    program: ReshardedProgram, serial: Graph, cluster: Cluster, devices: Sequence[int] | None = None
+    program: ReshardedProgram,
+    serial: Graph,
+    cluster: Cluster,
+    devices: Sequence[int] | None = None,
+    device: str | None = None,
 ) -> RankMapping:
     """Map ranks to devices, so that ranks which exchange many bytes are near each other.
 
@@ -29,6 +33,8 @@ def place_ranks(
         serial: the graph with the user's meshes, which say what devices they need.
         cluster: the devices.
         devices: device of every rank, if a plan has decided them.
+        device: type of device of ranks whose meshes need none of a certain type. It counts in a cluster that
+            has devices of this type and of others.
 
     Raises:
         ResourceError: the cluster has fewer devices than the program has ranks.
@@ -41,7 +47,11 @@ def place_ranks(
     stated = _stated(serial, lowered)
     if devices is None:
         ranks = max(rank for mesh in lowered.meshes for rank in mesh.members) + 1
-        needs = [_with_memory(stated.get(rank), _resident(lowered, rank)) for rank in range(ranks)]
+        default = Requirement(type=device if device in _choices(cluster) else None)
+        typed = {
+            rank: need if need.type else replace(need, type=default.type) for rank, need in stated.items()
+        }
+        needs = [_with_memory(typed.get(rank, default), _resident(lowered, rank)) for rank in range(ranks)]
         return map_ranks(ranks, traffic, cluster, needs)
     check_devices(devices, stated, cluster)
     machine = [cluster.devices[device].machine for device in devices]
@@ -50,14 +60,14 @@ def place_ranks(
     return RankMapping(cluster, tuple(devices), "bytes", crossing, None, None, GIVEN, traffic, required)
 
 
-def check_device_type(graph: Graph, device: str) -> None:
-    """Raise ResourceError if a mesh of a program needs other devices than those on which its ranks run."""
-    for rank, needed in sorted(_stated(graph).items()):
-        if needed.type not in (None, device):
-            raise ResourceError(
-                f"rank {rank} needs {needed} but Strategy(device={device!r}) runs all ranks on {device}; a "
-                f"job has devices of one type: give device={needed.type!r}, or no device_type to the mesh"
-            )
+def needed_types(serial: Graph, lowered: Graph) -> dict[int, str]:
+    """Rank -> type of device that its meshes need; ranks whose meshes need none of a certain type are left
+    out.
+
+    Raises:
+        ShardingError: two meshes of a rank need different types.
+    """
+    return {rank: need.type for rank, need in _stated(serial, lowered).items() if need.type}
 
 
 def placement_of(cluster: Cluster, devices: Sequence[int]) -> tuple[PlacedRanks, ...]:
@@ -98,15 +108,20 @@ def _stated(*graphs: Graph) -> dict[int, Requirement]:
             continue
         memory = _bytes_of(mesh)
         for rank in mesh.members:
-            before = needs.get(rank, Requirement())
-            if before.type and mesh.device_type and before.type != mesh.device_type:
+            before, kind = needs.get(rank, Requirement()), mesh.device_type_of(rank)
+            if before.type and kind and before.type != kind:
                 raise ShardingError(
-                    f"rank {rank} is on a mesh of {before.type} devices and on {mesh} of {mesh.device_type} "
+                    f"rank {rank} is on a mesh of {before.type} devices and on {mesh} of {kind} "
                     "devices; a rank has one device: give both meshes the same device_type, or other ranks"
                 )
-            kind = before.type or mesh.device_type
-            needs[rank] = Requirement(type=kind, memory=max(before.memory, memory))
+            needs[rank] = Requirement(type=before.type or kind, memory=max(before.memory, memory))
     return needs
+
+
+def _choices(cluster: Cluster) -> set[str]:
+    """Types of devices of a cluster with several, between which the mapping can choose."""
+    types = {device.type for device in cluster.devices}
+    return types if len(types) > 1 else set()
 
 
 def _bytes_of(mesh: ProcessMesh) -> float:

@@ -10,7 +10,7 @@ import pytest
 
 import distgraph as dg
 from distgraph import nn, ops, optim
-from distgraph.errors import InfeasibleError, ResourceError, ShardingError
+from distgraph.errors import InfeasibleError, ShardingError
 
 CLUSTER = """name: mixed
 launch: 1 us
@@ -113,9 +113,26 @@ def test_meshes_that_cannot_be_placed(
         engine(first, second, cluster)
 
 
-def test_one_type_of_device_runs_a_job() -> None:
-    made = engine(FIRST.requiring("cpu"), SECOND.requiring("gpu"), None)
-    with pytest.raises(ResourceError, match=r"rank 2 needs a gpu device but Strategy.device='cpu'"):
-        made.run(BATCH)
+def test_device_types_are_words() -> None:
     with pytest.raises(ShardingError, match="device type 'a gpu' of a mesh must be a word"):
         FIRST.requiring("a gpu")
+    with pytest.raises(ShardingError, match=r"device types .* of a mesh are 1 but it has 2 ranks"):
+        FIRST.requiring(["gpu"])
+    with pytest.raises(ShardingError, match=r"are for ranks \[2\] too but it has ranks \[0, 1\]"):
+        FIRST.requiring({1: "gpu", 2: "cpu"})
+    with pytest.raises(ShardingError, match="device types of a mesh are 5 but must be words"):
+        FIRST.requiring(5)  # type: ignore[arg-type]
+    assert FIRST.requiring({1: "gpu"}).device_type_of(0) is None
+
+
+def test_every_rank_of_a_mesh_may_need_another_device(cluster: Path) -> None:
+    both = dg.ProcessMesh.grid(dp=2).requiring(("cpu", "gpu"))
+    assert [both.device_type_of(rank) for rank in (0, 1)] == ["cpu", "gpu"]
+    assert both.reordered(("dp",), (1, 0)).device_type_of(1) == "gpu"  # a rank keeps its device
+    assert both.renumbered([5, 4]).device_type_of(4) == "gpu"  # another rank takes a place
+    assert both.repeated(2).device_type_of(3) == "gpu"
+    assert both[1:].device_type_of(1) == both.weighted(dp=(1, 3)).device_type_of(1) == "gpu"
+    assert both.requiring(["gpu", "gpu"]).device_type == "gpu"
+    plan = engine(both, SECOND.requiring(("gpu", "cpu")), cluster).plan.portable
+    types = {rank: part.type for part in plan.placement for rank in part.ranks}
+    assert types == {0: "cpu", 1: "gpu", 2: "gpu", 3: "cpu"}

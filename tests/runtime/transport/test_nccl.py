@@ -20,7 +20,9 @@ from support.programs.rank_threads import run_ranks
 
 from distgraph.errors import RuntimeFault
 from distgraph.runtime.transport import nccl
+from distgraph.runtime.transport.cuda_copies import CudaCopies
 from distgraph.runtime.transport.inprocess import InProcessTransport, connect
+from distgraph.runtime.transport.staging import StagedTransport
 
 PLAIN = [case for case in cases.PLAIN if case is not cases.refusals_case]
 
@@ -37,10 +39,11 @@ def install(monkeypatch: pytest.MonkeyPatch, devices: int) -> fake_cupy.Network:
 
 
 def prepared(control: InProcessTransport) -> OnDevice:
-    transport = nccl.NcclTransport(control, limit=100)
+    direct = nccl.NcclTransport(control, limit=100)
     pairs = [p for p in itertools.permutations(range(control.size), 2) if control.rank in p]
-    transport.prepare([g for g in cases.groups(control.size) if control.rank in g], pairs)
-    return OnDevice(transport)
+    direct.prepare([g for g in cases.groups(control.size) if control.rank in g], pairs)
+    copies = CudaCopies(direct.cupy, np.empty)
+    return OnDevice(StagedTransport(control, copies, direct, direct.reaches), direct.cupy)
 
 
 @pytest.mark.parametrize(("size", "devices"), [(1, 1), (2, 2), (3, 3), (4, 4), (2, 1), (3, 2)])
@@ -82,7 +85,6 @@ def test_even_shards_take_the_native_collectives(network: fake_cupy.Network) -> 
         transport, group = prepared(control), tuple(range(control.size))
         transport.all_gather(np.zeros(2), np.zeros(6), [2, 2, 2], group).wait()
         transport.reduce_scatter(np.zeros(6), np.zeros(2), [2, 2, 2], "sum", group).wait()
-        transport.transport.close()
 
     run_ranks(3, program)
     assert {"allGather", "reduceScatter"} <= set(network.calls)
@@ -107,7 +109,8 @@ def test_messages_may_be_posted_in_any_order_of_tags(network: fake_cupy.Network)
 
 def test_what_was_not_prepared_is_refused(network: fake_cupy.Network) -> None:
     def program(control: InProcessTransport) -> None:
-        transport = OnDevice(nccl.NcclTransport(control))
+        direct = nccl.NcclTransport(control)
+        transport = OnDevice(direct, direct.cupy)
         with pytest.raises(
             RuntimeFault, match=r"group \(0, 1\) has no NCCL communicator; name it in prepare"
         ):

@@ -25,8 +25,8 @@ class Returned:
 
 
 class OnDevice:
-    def __init__(self, transport: Any) -> None:
-        self.transport, self.cupy = transport, transport.cupy
+    def __init__(self, transport: Any, cupy: Any) -> None:
+        self.transport, self.cupy = transport, cupy
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.transport, name)
