@@ -31,9 +31,10 @@ class Summary:
     Attributes:
         checksum: of its bytes.
         size: number of its elements.
-        total: sum of x[i] * cos(i) over the flat block x, in f64; 0 for other numbers than floats.
-        norm: root of the sum of squares, in f64; 0 for other numbers than floats.
-        roundoff: unit roundoff of its dtype; 0 for other numbers than floats.
+        total: sum of x[i] * cos(i) over the flat block x, in f64.
+        norm: root of the sum of squares, in f64.
+        roundoff: unit roundoff of its dtype; 0, as the two sums, for other numbers than floats, and where
+            only checksums are compared.
     """
 
     checksum: int
@@ -73,11 +74,11 @@ def different_replicas(memory: Memory, world: World, types: Sequence[str]) -> st
         world: all ranks.
         types: type of the device of every rank.
     """
-    replicated = replicas(memory.records)
+    replicated, mixed = replicas(memory.records), len(set(types)) > 1
 
     def work(rank: int) -> dict[str, Summary]:
         return {
-            name: _summary(memory.block(name, rank))
+            name: _summary(memory.block(name, rank), mixed)
             for name, groups in replicated.items()
             if any(rank in group for group in groups)
         }
@@ -147,10 +148,11 @@ def _ranks(ranks: Iterable[int]) -> str:
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
-def _summary(block: np.ndarray) -> Summary:
+def _summary(block: np.ndarray, mixed: bool) -> Summary:
+    """A block in few numbers; the checksum alone where all ranks have devices of one type."""
     flat = np.ascontiguousarray(block).reshape(-1)
     checksum = xxh3_64_intdigest(flat.view(np.uint8).data)
-    roundoff = epsilon(short(flat.dtype))
+    roundoff = epsilon(short(flat.dtype)) if mixed else 0.0
     if not roundoff:
         return Summary(checksum, flat.size)
     wide = flat.astype(np.float64)
