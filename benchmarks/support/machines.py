@@ -18,6 +18,7 @@ import fcntl
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -33,6 +34,8 @@ _LOCK = Path("/run/lock/distgraph-machines")
 _SPACE = re.compile(
     r"dgm\d+"
 )  # network namespaces and control groups of machines; their links are dgv0, dgv1, ...
+_IFF_UP = 0x1  # <linux/if.h>
+_TRIED = f"dgtry{os.getpid()}"
 _PERIOD = 10_000  # microseconds in which a machine may use its share: short, so that steps vary little
 
 
@@ -40,8 +43,21 @@ def missing() -> str:
     """Why there can be no machines here; empty where there can."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "network namespaces need Linux and root"
-    absent = [name for name in ("ip", "tc", "unshare", "mpiexec") if shutil.which(name) is None]
-    return f"{', '.join(absent)} not installed" if absent else ""
+    absent = [name for name in ("ip", "tc", "unshare", "hostname") if shutil.which(name) is None]
+    absent += [] if _mpiexec() else ["mpiexec"]
+    if absent:
+        return f"{', '.join(absent)} not installed"
+    tried = subprocess.run(["ip", "netns", "add", _TRIED], capture_output=True, text=True, check=False)
+    if tried.returncode:
+        return f"network namespaces are not allowed here: {tried.stderr.strip()}"
+    _run("ip", "netns", "del", _TRIED, check=False)
+    return ""
+
+
+def _mpiexec() -> str | None:
+    """The mpiexec of this Python's environment, or the first one of the path."""
+    beside = Path(sys.executable).with_name("mpiexec")
+    return str(beside) if beside.exists() else shutil.which("mpiexec")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +82,7 @@ class Network:
             raise ValueError(f"{ranks} ranks cannot be shared equally by {len(order)} machines")
         hosts = ",".join(f"{NETWORK}.{machine + 1}:{ranks // len(order)}" for machine in order)
         starter = ["-launcher", "ssh", "-launcher-exec", str(Path(__file__).resolve()), "-iface", SWITCH]
-        return ["mpiexec", *starter, "-hosts", hosts, "-n", str(ranks), *argv]
+        return [_mpiexec() or "mpiexec", *starter, "-hosts", hosts, "-n", str(ranks), *argv]
 
     def run(
         self, ranks: int, argv: Sequence[str], timeout: float = 600.0, **env: str
@@ -80,6 +96,26 @@ class Network:
             timeout=timeout,
             check=True,
         )
+
+    # Faults
+    # ------------------------------------------------------------------------------------------------
+
+    def link(self, machine: int, state: str) -> None:
+        """Take the link of a machine "down", or "up" again. While it is down, nothing starts there."""
+        _ip("link", "set", f"dgv{machine}", state)
+
+    def lose_messages(self, machine: int, rate: str) -> None:
+        """Have the link into a machine be slow and keep next to nothing back: what comes faster is lost."""
+        limit = ("root", "tbf", "rate", rate, "burst", "16kb", "limit", "4kb")
+        _run("tc", "qdisc", "replace", "dev", f"dgv{machine}", *limit)
+
+    def kill(self, machine: int) -> None:
+        """Kill all processes of a machine."""
+        while pids := _run("ip", "netns", "pids", f"dgm{machine}").split():
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            time.sleep(0.01)
 
 
 def launch_environment() -> dict[str, str]:
@@ -226,6 +262,9 @@ def _enter(argv: Sequence[str]) -> None:
     while words[0].startswith("-"):
         words.pop(0)
     machine = int(words[0].rpartition(".")[2]) - 1
+    flags = Path(f"/sys/class/net/dgv{machine}/flags")
+    if not flags.exists() or not int(flags.read_text(), 16) & _IFF_UP:
+        sys.exit(f"connect to host {words[0]}: no route to host")
     for group in _groups(machine):
         (group / "cgroup.procs").write_text(str(os.getpid()))
     # `ip netns exec` mounts a /sys without control groups, in which a rank would not find its share of cores.

@@ -192,13 +192,17 @@ class _ElasticJob:
         return code, losses
 
     def _losses(self) -> list[Loss]:
-        """What a start has lost: ranks, and hosts that do not answer any more."""
-        losses = read_losses(self.folder)
-        silent = self._silent()
-        self.capacity.lose(loss for loss in losses if loss.host not in silent)
+        """What a start has lost: hosts that do not answer any more, else ranks.
+
+        Ranks of other hosts that end while a host is lost may have crashed because of that: they keep their
+        slots, and are counted at the next start if they end again.
+        """
+        losses, silent = read_losses(self.folder), self._silent()
         self.capacity.lose_hosts(silent)
+        if not silent:
+            self.capacity.lose(losses)
         gone = [Loss(reason, host=host) for host, reason in silent.items()]
-        return [*(loss for loss in losses if loss.host not in silent), *gone]
+        return [*gone, *(loss for loss in losses if loss.host not in silent)]
 
     def _silent(self) -> dict[str, str]:
         """Hosts that cannot be used now -> the reason."""

@@ -8,7 +8,9 @@ and checks that the job goes on without the user:
 * no process and no temporary file is left.
 
 Disturbances: `kill` and `stop` (SIGSTOP) of one rank, `two` kills one after the other, `supervisor` and
-`mpiexec` killed, `return` of a rank by writing the hostfile after a kill.
+`mpiexec` killed, `return` of a rank by writing the hostfile after a kill. With root: `machine`, one of two
+machines (`benchmarks.support.machines`) of two ranks is lost with all its processes, and `machine-return`,
+after which it comes back; `machine-cut` takes its link down first, so that nothing tells that it has ended.
 
 It prints one JSON object: campaign, trials, failed, recovery_seconds_max (from the signal to the end of the
 first step after it; behind a stopped rank without the time in which it is noticed), and what failed.
@@ -29,6 +31,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -41,13 +44,20 @@ from campaigns.elastic_program import EPOCHS, STEPS, train
 from campaigns.kills import LAUNCH, TOKEN, find_target, job_processes, kill_job, source_path
 from campaigns.kills import Trial as Kill
 
+from benchmarks.support.machines import NETWORK, Network, launch_environment, machines, missing
+
 PROGRAM: Final = Path(__file__).with_name("elastic_program.py")
 LIMIT: Final = 200.0
 """Seconds in which a job must have ended."""
 HEARTBEAT: Final = 3.0
 KINDS: Final = ("kill", "kill", "kill", "stop", "two", "supervisor", "mpiexec", "return")
+MACHINES: Final = ("machine", "machine-cut", "machine-return")
+RATE: Final = "400mbit"
 LAYOUTS: Final = (("dp:4",), ("dp:4",), ("dp:2", "tp:2"))
 LAST: Final = EPOCHS * STEPS
+HOSTS: Final = "".join(f"{NETWORK}.{number} slots=2\n" for number in (1, 2))
+RETURN_PAUSE: Final = 0.5
+"""Seconds of a step of a job to which a machine comes back: longer than the launcher takes to look."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +84,7 @@ def draw(rng: random.Random, kinds: Sequence[str] = KINDS) -> Trial:
     """A random trial."""
     kind = rng.choice(list(kinds))
     layout = rng.choice(LAYOUTS if kind != "two" else LAYOUTS[:1])
-    last = LAST // 3 if kind in ("two", "return") else LAST - 4
+    last = LAST // 3 if kind in ("two", "return", "machine-return") else LAST - 4
     return Trial(kind, layout, rng.randint(1, last), rng.uniform(0, 0.05))
 
 
@@ -119,6 +129,25 @@ def hit(target: str, number: signal.Signals, token: str, root: int, rng: random.
     return time.time()
 
 
+def disturb_machine(
+    trial: Trial, folder: Path, network: Network, job: subprocess.Popen[bytes], rng: random.Random
+) -> float:
+    """Lose a machine at random. Returns the recovery in seconds."""
+    if not wait_for(folder, job, trial.step):
+        return 0.0
+    time.sleep(trial.delay)
+    machine, at = rng.randrange(network.count), time.time()
+    if trial.kind == "machine-cut":
+        network.link(machine, "down")
+    network.kill(machine)
+    network.link(machine, "down")
+    again = wait_for(folder, job, 1, at + 0.5)
+    if trial.kind == "machine-return" and again:
+        network.link(machine, "up")
+        (folder / "hosts").write_text(HOSTS + "# again\n")
+    return again - at
+
+
 def disturb(
     trial: Trial, folder: Path, token: str, job: subprocess.Popen[bytes], rng: random.Random
 ) -> float:
@@ -144,27 +173,36 @@ def run(trial: Trial, rng: random.Random) -> tuple[list[str], float, str]:
     token = f"{os.getpid()}.{rng.getrandbits(48):x}"
     folder = Path(tempfile.mkdtemp(prefix="elastic-"))
     (folder / "tmp").mkdir()
-    (folder / "hosts").write_text("localhost slots=4\n")
-    env = os.environ | {
+    several = trial.kind in MACHINES
+    (folder / "hosts").write_text(HOSTS if several else "localhost slots=4\n")
+    env = (launch_environment() if several else dict(os.environ)) | {
         TOKEN: token,
         "TMPDIR": str(folder / "tmp"),
         "PYTHONPATH": source_path(),
         "DISTGRAPH_HEARTBEAT": str(HEARTBEAT),
         "DISTGRAPH_TIMEOUT": "30",
     }
+    if trial.kind == "machine-return":
+        env["ELASTIC_PAUSE"] = str(RETURN_PAUSE)
     command = [sys.executable, "-c", LAUNCH, "run", "--elastic", "-n", "4"]
     command += ["--hostfile", str(folder / "hosts"), str(PROGRAM), str(folder), *trial.layout]
     try:
-        with (folder / "out").open("wb") as out:
-            job = subprocess.Popen(command, env=env, stdout=out, stderr=out, stdin=subprocess.DEVNULL)
-        try:
-            seconds = disturb(trial, folder, token, job, rng)
-            wrong = _ended(trial, folder, token, job)
-        finally:
-            kill_job(token, job)
+        with machines(2, RATE) if several else nullcontext() as network:
+            with (folder / "out").open("wb") as out:
+                streams = {"stdout": out, "stderr": out, "stdin": subprocess.DEVNULL}
+                job = subprocess.Popen(command, env=env, cwd=folder, **streams)  # type: ignore[call-overload]
+            try:
+                if network is None:
+                    seconds = disturb(trial, folder, token, job, rng)
+                else:
+                    seconds = disturb_machine(trial, folder, network, job, rng)
+                wrong = _ended(trial, folder, token, job)
+            finally:
+                kill_job(token, job)
         said = (folder / "out").read_text(errors="replace")
         left = [path.name for path in (folder / "tmp").iterdir()]
         left += [path.name for path in Path("/dev/shm").glob(f"distgraph-elastic-{job.pid}-*")]
+        left += [path.name for path in folder.glob(".distgraph-elastic-*")]
         return [*wrong, *([f"files left: {left}"] if left else [])], seconds, said
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -193,6 +231,10 @@ def _ended(trial: Trial, folder: Path, token: str, job: subprocess.Popen[bytes])
     restarts = said.count("(restart ")
     if restarts < (2 if trial.kind == "two" else 1) or "training goes on" not in said:
         wrong.append(f"{restarts} restarts: {said[-800:]}")
+    if trial.kind in MACHINES and "training goes on on 2 ranks" not in said:
+        wrong.append(f"not on the ranks of the machine that is left: {said[-800:]}")
+    if trial.kind == "machine-return" and "training goes on on 4 ranks" not in said:
+        wrong.append(f"the machine was not taken in again: {said[-800:]}")
     time.sleep(0.2)
     if left := job_processes(token):
         wrong.append(f"left behind: {sorted(left.values())}")
@@ -232,8 +274,12 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="number of the first trial")
-    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=sorted(set(KINDS)))
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=sorted({*KINDS, *MACHINES}))
     given = parser.parse_args()
+    reason = missing() if set(given.kinds) & set(MACHINES) else ""
+    if reason:
+        print(f"elastic: {reason}", file=sys.stderr)
+        sys.exit(2)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     result = campaign(given.trials, given.seed, given.kinds, given.first)
     print(json.dumps(result, indent=1))

@@ -7,6 +7,7 @@ time, is written to FOLDER/steps by rank 0, the losses to FOLDER/losses.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -17,8 +18,10 @@ import numpy as np
 import distgraph as dg
 from distgraph import callbacks, nn, optim
 
-EPOCHS, STEPS, EVERY, PAUSE = 3, 8, 5, 0.03
-"""Epochs, steps of each, steps between two checkpoints, and seconds that a step takes at least."""
+EPOCHS, STEPS, EVERY = 3, 8, 5
+"""Epochs, steps of each, and steps between two checkpoints."""
+PAUSE = float(os.environ.get("ELASTIC_PAUSE", "0.03"))
+"""Seconds that a step takes at least."""
 
 
 def data(seed: int, rows: int) -> tuple[np.ndarray, np.ndarray]:

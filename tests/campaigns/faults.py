@@ -2,7 +2,7 @@
 
 A trial trains a small program and, at a random moment, fills the disk of its checkpoint, makes that
 read-only, removes the folder, or takes down, interrupts or disturbs the link between two machines
-(`machines`). It checks:
+(`benchmarks.support.machines`). It checks:
 
 * a fault that ends the job ends it within a limit, on all machines, with an error that says what happened;
   one that passes does not change a single loss;
@@ -44,12 +44,12 @@ from campaigns.kills import (
     undisturbed,
     wait_for,
 )
-from campaigns.machines import Machines, machines, missing
 from campaigns.trained_program import train
 
-from distgraph.runtime.launch.launch import find_mpiexec
+from benchmarks.support.machines import Network, machines, missing
 
 DISK: Final = ("full", "read-only", "removed")
+RATE: Final = "400mbit"
 NETWORK: Final = ("down", "interrupted", "lossy")
 
 
@@ -146,13 +146,13 @@ def on_disk(trial: Trial, folder: Path) -> tuple[list[str], float]:
     return wrong + resumed(trial, folder), seconds
 
 
-def on_network(trial: Trial, folder: Path, net: Machines, token: str) -> tuple[list[str], float]:
+def on_network(trial: Trial, folder: Path, net: Network, token: str) -> tuple[list[str], float]:
     """A fault of the network. Returns what is wrong, and the seconds from the fault to the end of the job."""
     script = [sys.executable, str(PROGRAM), str(folder), str(trial.ranks)]
     env = os.environ | SETTINGS | {TOKEN: token, "PYTHONPATH": source_path()}
     env |= {"UCX_TLS": "posix,sysv,tcp,self", "UCX_NET_DEVICES": "all"}
     with (folder / "out").open("wb") as out:
-        command = net.command(find_mpiexec(), trial.ranks, script)
+        command = net.command(trial.ranks, script)
         job = subprocess.Popen(command, env=env, stdout=out, stderr=out, stdin=subprocess.DEVNULL)
     try:
         wait_for("step", trial.step, folder, job)
@@ -178,10 +178,10 @@ def on_network(trial: Trial, folder: Path, net: Machines, token: str) -> tuple[l
     return wrong + resumed(trial, folder), seconds
 
 
-def disturb(trial: Trial, net: Machines) -> None:
+def disturb(trial: Trial, net: Network) -> None:
     """Do it to the link of the second machine."""
     if trial.fault == "lossy":
-        net.lose(1, f"{trial.amount:.1f}mbit")
+        net.lose_messages(1, f"{trial.amount:.1f}mbit")
         return
     net.link(1, "down")
     if trial.fault == "interrupted":
@@ -204,7 +204,7 @@ def run(trial: Trial) -> tuple[list[str], float]:
     try:
         if trial.fault in DISK:
             return on_disk(trial, folder)
-        with machines(2) as net:
+        with machines(2, RATE) as net:
             return on_network(trial, folder, net, f"{os.getpid()}.{folder.name}")
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from campaigns import faults, kills, machines
+from campaigns import faults, kills
+
+from benchmarks.support import machines
 
 
 @pytest.mark.slow

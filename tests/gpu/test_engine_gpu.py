@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.devices.mixed_devices import on, trained
 from support.paths import TESTS
 from support.programs.equivalence import Case, Layout, grid, layouts, train
-from support.programs.mixed_devices import on, trained
 
 import distgraph as dg
 from distgraph import nn, optim

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.devices import fake_cupy, fake_device
-from support.programs.mixed_devices import Meshes, engine, on, samples, trained
+from support.devices.mixed_devices import Meshes, engine, on, samples, trained
 
 from distgraph import optim
 from distgraph.errors import NonFiniteError, ResourceError

@@ -11,10 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 from support.devices import fake_cupy
+from support.devices.mixed_devices import engine, on, samples
 from support.files.clusters import cluster_of
 from support.paths import TESTS
 from support.programs.forecasts import document
-from support.programs.mixed_devices import engine, on, samples
 
 import distgraph as dg
 from distgraph.errors import ResourceError, RuntimeFault, ShardingError
@@ -165,7 +165,7 @@ SCRIPT = """
 import sys
 sys.path.insert(0, {tests!r})
 sys.modules["cupy"] = None
-from support.programs.mixed_devices import engine, on, samples
+from support.devices.mixed_devices import engine, on, samples
 engine(on("cpu", "gpu")).run(samples(16))
 """
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from support.devices import fake_cupy, fake_device
+from support.devices.mixed_devices import Meshes, engine, on, samples, trained
 from support.devices.own_memory import OwnMemory, namespace
-from support.programs.mixed_devices import Meshes, engine, on, samples, trained
 
 import distgraph as dg
 from distgraph import nn, optim

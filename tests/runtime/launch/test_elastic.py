@@ -10,15 +10,17 @@ import pytest
 from campaigns import elastic
 from typer.testing import CliRunner
 
+from benchmarks.support.machines import missing
 from distgraph.cli.application import app
 from distgraph.cli.script_options import take_repeated
 from distgraph.errors import RuntimeFault
 from distgraph.runtime.job.job_files import PLAN_VARIABLE, STRATEGY_VARIABLE
 from distgraph.runtime.job.losses import ELASTIC, Loss, forget_losses, read_losses, record_loss
-from distgraph.runtime.launch.elastic import ElasticOptions, launch_elastic
+from distgraph.runtime.launch.elastic import ElasticOptions, _ElasticJob, launch_elastic
 from distgraph.runtime.launch.elastic_capacity import Capacity
 from distgraph.runtime.launch.elastic_configurations import GivenPlan, ScriptProgram, choose
 from distgraph.runtime.launch.hosts import Host, read_hostfile
+from distgraph.runtime.launch.monitor import Signals
 
 needs_mpi = pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="mpi4py is not installed")
 
@@ -130,6 +132,24 @@ def test_hosts_are_lost() -> None:
     assert not capacity.local
 
 
+@pytest.mark.parametrize(
+    ("silent", "left"),
+    [({"b": "host b does not answer"}, {"a": 2}), ({}, {"a": 1, "b": 2})],
+)
+def test_ranks_that_crash_because_a_host_is_lost_keep_their_slots(
+    silent: dict[str, str], left: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distgraph.runtime.launch.elastic.silent_hosts", lambda *_: silent)
+    capacity = Capacity([Host("a", 2), Host("b", 2)], 4)
+    out, env = io.StringIO(), {ELASTIC: str(tmp_path)}
+    with Signals() as signals:
+        job = _ElasticJob(["train.py"], capacity, ElasticOptions(), env, signals, tmp_path, out, out)
+    record_loss(Loss("rank 1 was killed by SIGSEGV", 1, "a"), env)
+    texts = [loss.text for loss in job._losses()]
+    assert texts == [*silent.values(), "rank 1 was killed by SIGSEGV"]
+    assert {host.name: host.slots for host in capacity.hosts} == left
+
+
 # Jobs
 # ------------------------------------------------------------------------------------------------------
 
@@ -139,6 +159,16 @@ def test_hosts_are_lost() -> None:
 @pytest.mark.parametrize("kind", ["stop", "return"])
 def test_training_goes_on_as_if_nothing_had_happened(kind: str) -> None:
     result = elastic.campaign(1, 3, (kind,))
+    assert result["failures"] == []
+
+
+@needs_mpi
+@pytest.mark.slow
+def test_training_goes_on_when_a_machine_is_lost_and_comes_back() -> None:
+    reason = missing()
+    if reason:
+        pytest.skip(reason)
+    result = elastic.campaign(1, 3, ("machine-return",))
     assert result["failures"] == []
 
 

@@ -20,8 +20,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from campaigns import machines
 
+from benchmarks.support import machines
 from distgraph.errors import RuntimeFault
 from distgraph.ir.range_notation import spans
 from distgraph.plan.placement import PlacedRanks
@@ -145,20 +145,17 @@ def test_machines(tmp_path: Path, env: dict[str, str]) -> None:
     reason = machines.missing()
     if reason:
         pytest.skip(reason)
-    names = {"UCX_TLS": "posix,sysv,tcp,self", "UCX_NET_DEVICES": "all"}
-    path = script(tmp_path, PLACED)
+    path, reached = script(tmp_path, PLACED), env | machines.launch_environment()
     with machines.machines(2) as network:
-        shell = {"HYDRA_LAUNCHER_EXEC": str(network.entry), "HYDRA_IFACE": "dgtest"}
-        code, lines, errors = start(path, "10.77.0.2:1,10.77.0.1:2,10.77.0.2:1", env | names | shell)
+        code, lines, errors = start(path, "10.77.0.2:1,10.77.0.1:2,10.77.0.2:1", reached)
         assert (code, [line.split()[:2] + line.split()[6:7] for line in lines]) == (
             0,
             [["rank", "0", "m0"], ["rank", "1", "m1"], ["rank", "2", "m0"], ["rank", "3", "m1"]],
         ), errors
-        plain = network.command(str(Path(sys.executable).parent / "mpiexec"), 4, [sys.executable, path])
-        given = subprocess.run(plain, env=env | names, capture_output=True, text=True, timeout=60, check=True)
+        given = network.run(4, [sys.executable, path], 60, **{PLAN_VARIABLE: env[PLAN_VARIABLE]})
         assert sorted(line.split()[1] + line.split()[6] for line in given.stdout.splitlines()) == [
             "0m0", "1m1", "2m0", "3m1"
         ]  # fmt: skip
         assert "note: ranks are mapped to the processes as plan" in given.stderr
         with pytest.raises(RuntimeFault, match=r"host 10.77.0.7 cannot be reached"):
-            start(path, "10.77.0.1:2,10.77.0.7:2", env | names | shell)
+            start(path, "10.77.0.1:2,10.77.0.7:2", reached)

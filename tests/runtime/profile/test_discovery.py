@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from campaigns import machines
 from support.files.command_line import invoke
 
+from benchmarks.support import machines
 from distgraph.errors import ResourceError
 from distgraph.resources import load_cluster
 from distgraph.runtime.launch.host_probe import GpuFacts, HostFacts, probe
@@ -55,9 +55,8 @@ def test_machines_are_discovered(tmp_path: Path) -> None:
     path = tmp_path / "here.yaml"
     env = {**os.environ, "UCX_TLS": "posix,sysv,tcp,self", "UCX_NET_DEVICES": "all"}
     command = [sys.executable, "-m", "distgraph", "discover", "-o", str(path)]
-    with machines.machines(2) as network:
-        mpiexec = network.command(str(Path(sys.executable).parent / "mpiexec"), 4, command)
-        subprocess.run(mpiexec, env=env, capture_output=True, timeout=100, check=True)
+    with machines.machines(2, "400mbit") as network:
+        subprocess.run(network.command(4, command), env=env, capture_output=True, timeout=100, check=True)
     cluster = load_cluster(path)
     assert [machine.name for machine in cluster.machines] == ["m0", "m1"]
     speed = {link.kind: link.bandwidth or 0.0 for link in cluster.links}
