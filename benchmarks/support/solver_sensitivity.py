@@ -124,7 +124,7 @@ def main() -> None:
     )
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="constants")
     parser.add_argument("--problems", nargs="+", default=list(PROBLEMS), metavar="NAME")
-    parser.add_argument("--each", type=int, default=4, metavar="N", help="problems of a search")
+    parser.add_argument("--each", type=int, default=2, metavar="N", help="problems of a search")
     parser.add_argument("--seconds", type=float, default=20.0, help="of a search, CPU seconds")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     given = parser.parse_args()

@@ -101,6 +101,11 @@ def as_source(data: Any) -> Source:
         return _arrays({f"{POSITION}{i}": a for i, a in enumerate(data)})
     if isinstance(data, Mapping):
         return _arrays(dict(data))
+    if isinstance(data, tuple) and any(map(_is_array, data)) and any(isinstance(x, Mapping) for x in data):
+        raise RuntimeFault(
+            "data is a tuple of dicts and arrays, which would be one sample each; pass one dict with all "
+            "fields, such as the inputs of the model and the labels"
+        )
     if _is_array(data):
         return _arrays({f"{POSITION}0": data})
     if not hasattr(data, "__getitem__") or not hasattr(data, "__len__") or isinstance(data, str):

@@ -20,9 +20,10 @@ class Outputs(dict[str, Any]):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        if name not in self:
-            raise GraphError(f"model has no output {name!r} but {', '.join(self)}")
         return self[name]
+
+    def __missing__(self, name: str) -> Any:
+        raise GraphError(f"model has no output {name!r} but {', '.join(self)}")
 
 
 class ImportedModel(Module):

@@ -87,6 +87,7 @@ def test_blocks_are_loaded_once() -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
+        (({"x": np.ones((4, 2))}, np.ones(4)), "data is a tuple of dicts and arrays, .* pass one dict"),
         (None, "data is None"),
         (iter([1, 2]), "is a list_iterator, which has no length"),
         ("text", "is a str"),

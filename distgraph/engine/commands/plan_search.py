@@ -203,7 +203,8 @@ def with_searched_plan(request: CompileRequest, cluster: Cluster | None) -> Comp
     if cluster is None:
         raise ResourceError(
             f"{searched} of Strategy searches a plan for a cluster but the engine has none; give it one "
-            f"with Engine(cluster=...), a plan with Engine(plan=...), or {other}"
+            f"with Engine(cluster=...), such as distgraph.resources.local_cluster(4) or the path of a file, "
+            f"a plan with Engine(plan=...), or {other}"
         )
     if request.mode != "train":
         raise GraphError(

@@ -39,6 +39,8 @@ class Exported:
         outputs: name of each output of the module, in order; None for the new value of a buffer.
         kind: "tensor" where the module returns one tensor, "tuple" or "dict".
         captured: text of the graph and its constants before decompositions.
+        conditions: on the symbolic sizes, under which torch computes by this graph.
+        lost_gradients: what changes gradients in torch, which the graph does not contain.
     """
 
     module: torch.fx.GraphModule
@@ -48,6 +50,8 @@ class Exported:
     outputs: tuple[str, ...]
     kind: str
     captured: str
+    conditions: tuple[Any, ...] = ()
+    lost_gradients: tuple[str, ...] = ()
 
 
 def depending_nodes(exported: Exported) -> list[torch.fx.Node]:
@@ -60,7 +64,7 @@ def depending_nodes(exported: Exported) -> list[torch.fx.Node]:
         elif node.op == "call_function" and (
             op_name(node) in RANDOM or any(n in depends for n in node.all_input_nodes)
         ):
-            if "val" in node.meta and not _is_tensors(node.meta["val"]):
+            if "val" in node.meta and not _is_tensors(node.meta["val"]) and not _reads_number(node):
                 continue  # a size, which is known when the graph is traced
             depends.add(node)
             depending.append(node)
@@ -85,6 +89,11 @@ def unnamed_op(node: torch.fx.Node) -> str:
     if node.target is torch.ops.higher_order.with_effects:
         return str(node.args[1])
     return "" if node.target is torch.ops.higher_order.cond else f"higher_order.{node.target.name()}"
+
+
+def _reads_number(node: torch.fx.Node) -> bool:
+    """Whether a call is `Tensor.item()`: a number of Python that depends on data."""
+    return node.target is torch.ops.aten._local_scalar_dense.default
 
 
 def _is_tensors(value: Any) -> bool:

@@ -28,6 +28,7 @@ from distgraph.frontends.torch.exported_graph import (
 from distgraph.frontends.torch.forward_recording import computes_the_same
 from distgraph.frontends.torch.fused_patterns import fuse_patterns
 from distgraph.frontends.torch.layer_replication import replicate
+from distgraph.frontends.torch.lost_gradients import noted_lost_gradients
 from distgraph.frontends.torch.opaque_ops import OPAQUE, OpaqueOp, OpaqueOps
 from distgraph.frontends.torch.repeated_layers import Run, copied, find_runs
 from distgraph.frontends.torch.rule_registry import IGNORED, RULES
@@ -74,14 +75,14 @@ def export(
     fast_path = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # it replaces layers by one op without a gradient
     try:
-        with warnings.catch_warnings():  # of torch, about itself
-            warnings.simplefilter("ignore")
-            runs = find_runs(module)
+        with warnings.catch_warnings(), noted_lost_gradients(module) as lost:
+            warnings.simplefilter("ignore")  # of torch, about itself
+            result, runs = None, find_runs(module)
             if runs and computes_the_same(module, runs, args, kwargs):
                 result = export_by_layers(module, runs, args, kwargs, dynamic_shapes, opaque, other)
-                if result is not None:
-                    return result
-            return export_whole(module, args, kwargs, dynamic_shapes, opaque, other)
+            if result is None:
+                result = export_whole(module, args, kwargs, dynamic_shapes, opaque, other)
+        return replace(result, lost_gradients=tuple(lost)) if lost else result
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
 
@@ -142,9 +143,23 @@ def export_whole(
     placeholders = [node for node in exported.graph.nodes if node.op == "placeholder"]
     shapes_of = {inputs[n.name].name: n.meta["val"] for n in placeholders if inputs[n.name].kind == "input"}
     kind, names = output_names(exported.call_spec.out_spec)
-    result = Exported(exported.graph_module, inputs, shapes_of, mutated, names, kind, captured)
+    conditions = tuple(_conditions(exported, shapes_of))
+    result = Exported(exported.graph_module, inputs, shapes_of, mutated, names, kind, captured, conditions)
     check_rules(result, type(module).__name__, opaque)
     return result
+
+
+def _conditions(exported: Any, shapes: Mapping[str, torch.Tensor]) -> Iterator[Any]:
+    """Conditions of the export on the symbolic sizes of inputs, as expressions of sympy."""
+    symbolic = (size for x in shapes.values() for size in x.shape if isinstance(size, torch.SymInt))
+    first = next(symbolic, None)
+    if first is None:
+        return
+    for symbol, size_range in exported.range_constraints.items():
+        yield symbol >= size_range.lower
+        yield symbol <= size_range.upper
+    for guard in first.node.shape_env.guards:
+        yield guard.expr
 
 
 def _text(exported: Any) -> str:

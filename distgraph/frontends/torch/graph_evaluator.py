@@ -250,6 +250,7 @@ def _checked(node: torch.fx.Node, result: Any, expected: Any) -> Any:
     if not same:
         raise GraphError(
             f"{op_name(node)} ({source_line(node)}): the rule computes shape {tuple(result.shape)} but torch "
-            f"{tuple(expected.shape)}; correct the rule"
+            f"{tuple(expected.shape)} for the example; where the code of the model depends on the sizes of "
+            "the example, give inputs of these sizes, or else correct the rule"
         )
     return _cast(result, short_dtype(expected.dtype))

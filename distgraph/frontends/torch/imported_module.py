@@ -70,6 +70,13 @@ class ImportedModule(ImportedModel):
         exported = self._exported[trace.training]
         inputs = {name: trace.tensor(x) for name, x in given.items()}
         _check_inputs(self._name, exported, inputs)
+        if trace.training and exported.lost_gradients:
+            raise GraphError(
+                f"{self._name} has gradients in torch that are not those of its forward part: "
+                f"{', '.join(exported.lost_gradients)}; torch.export does not record them. Write them with "
+                "detach, as x + (f(x) - x).detach() for a gradient that passes f, or take them out; without "
+                "training, evaluate and predict compute as torch does"
+            )
         changes, results = evaluate(exported, self._tensors, inputs, self._boundaries)
         if trace.training:
             for path, new in zip(exported.mutated, changes, strict=True):
@@ -198,6 +205,30 @@ def _check_inputs(model: str, exported: Exported, inputs: Mapping[str, Tensor]) 
                 f"input {name} of {model} is {x.value.type} but was exported as {dtype}; convert the array "
                 "with .astype"
             )
+    _check_conditions(model, exported, inputs, sizes)
+
+
+def _check_conditions(
+    model: str, exported: Exported, inputs: Mapping[str, Tensor], sizes: Mapping[str, int]
+) -> None:
+    """Raises GraphError for sizes for which the module of torch computes by another graph.
+
+    torch takes sizes of 1 for another program in any case, and its conditions say nothing of them.
+    """
+    places = {str(n): f"{x}.shape[{d}]" for x, of in exported.shapes.items() for d, n in enumerate(of.shape)}
+    for condition in exported.conditions:
+        symbols = getattr(condition, "free_symbols", ())
+        given = {symbol: sizes.get(str(symbol), 1) for symbol in symbols}
+        if not given or min(given.values()) <= 1 or condition.subs(given) != False:  # noqa: E712 (of sympy)
+            continue
+        text = str(condition)
+        for symbol in given:
+            text = text.replace(str(symbol), places[str(symbol)])
+        shown = ", ".join(f"{name} is {x.value.type}" for name, x in inputs.items())
+        raise GraphError(
+            f"{model} was exported for inputs with {text} but {shown}: for these its code takes another way; "
+            "give inputs of such sizes, or import an example of the sizes that are used"
+        )
 
 
 def _returned(exported: Exported, results: list[Any], trace: Trace) -> Any:

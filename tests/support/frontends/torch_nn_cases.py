@@ -192,8 +192,9 @@ REFUSED = {
     "AdaptiveLogSoftmaxWithLoss": "selects the rows of each cluster: their number depends on the data",
     "CTCLoss": "no rule for the recursion over alignments",
     "CrossMapLRN2d": "a function of Python with its own backward; use LocalResponseNorm",
-    "FractionalMaxPool2d": "no rule for random windows",
-    "FractionalMaxPool3d": "no rule for random windows",
+    "FractionalMaxPool2d": "no rule for random windows; as an opaque op: "
+    '`{"aten.fractional_max_pool2d.default": "b c h! w!, b c r! -> b c k! l!, b c k! l!"}`',
+    "FractionalMaxPool3d": "the same, with one more dim",
     "GaussianNLLLoss": "branches on whether a variance is negative; write the formula",
 }
 """Modules that cannot be imported, and why."""
