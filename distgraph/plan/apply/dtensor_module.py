@@ -49,10 +49,13 @@ class DTensorMode(TorchFunctionMode):  # type: ignore[misc]
             return None
         if func in _ATTENTION:
             return self._attention(func, *args, **kwargs)
+        if func in _OVER_CHANNELS and self._splits_channels(*args, **kwargs):
+            return self._on_whole_tensors(func, args, kwargs)
         try:
-            return pytree.tree_map(self._reduced, func(*args, **kwargs))
+            result = pytree.tree_map(self._reduced, func(*args, **kwargs))
         except _REFUSALS as error:
-            return self._on_whole_tensors(func, args, kwargs, error)
+            result = self._on_whole_tensors(func, args, kwargs, error)
+        return self._with_whole_gradient(result) if func in _VIEWS else result
 
     def replicated(self, x: Any) -> Any:
         """A plain tensor as a replicated DTensor; everything else unchanged."""
@@ -69,7 +72,19 @@ class DTensorMode(TorchFunctionMode):  # type: ignore[misc]
         partial_sum = isinstance(x, DTensor) and "MaskPartial" in type(x.placements[0]).__name__
         return self.replicated(self.whole(x)) if partial_sum else x
 
-    def _on_whole_tensors(self, func: Any, args: Any, kwargs: Any, error: BaseException) -> Any:
+    def _splits_channels(self, x: Any, *rest: Any, **options: Any) -> bool:
+        """Whether more than the batch is split, where DTensor computes wrong shapes."""
+        operands = [leaf for leaf in pytree.tree_leaves((x, rest, options)) if isinstance(leaf, DTensor)]
+        splits = [(operand is x, operand.placements[0]) for operand in operands]
+        return any(isinstance(split, Shard) and (split.dim or not first) for first, split in splits)
+
+    def _with_whole_gradient(self, x: Any) -> Any:
+        """A whole result whose gradient is whole too: a view of it may not be one of a split gradient."""
+        if not isinstance(x, DTensor) or not isinstance(x.placements[0], Replicate):
+            return x
+        return DTensor.from_local(x.to_local(), self.mesh, x.placements, run_check=False)
+
+    def _on_whole_tensors(self, func: Any, args: Any, kwargs: Any, error: BaseException | None = None) -> Any:
         name = resolve_name(func) or str(func)
         last = name.rpartition(".")[2]
         if (last.endswith("_") and not last.endswith("__")) or last in _IN_PLACE or "out" in kwargs:
@@ -106,6 +121,26 @@ class DTensorMode(TorchFunctionMode):  # type: ignore[misc]
 _ATTENTION = (
     torch.nn.functional.scaled_dot_product_attention,
     torch.ops.aten.scaled_dot_product_attention.default,
+)
+_OVER_CHANNELS = (
+    torch.conv1d,
+    torch.conv2d,
+    torch.conv3d,
+    torch.conv_transpose1d,
+    torch.conv_transpose2d,
+    torch.conv_transpose3d,
+    torch.nn.functional.batch_norm,
+    torch.nn.functional.group_norm,
+    torch.nn.functional.instance_norm,
+)
+_VIEWS = (
+    torch.Tensor.flatten,
+    torch.Tensor.reshape,
+    torch.Tensor.unflatten,
+    torch.Tensor.view,
+    torch.flatten,
+    torch.reshape,
+    torch.unflatten,
 )
 _IN_PLACE = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__ipow__")
 
