@@ -36,6 +36,7 @@ class JobFailures:
         self._mpi, self._control, self._departures, self._job = mpi, control, departures, job
         self._rank, self._size = int(control.Get_rank()), int(control.Get_size())
         self._failure: tuple[int | None, str] | None = None  # (rank that waits for an answer, error)
+        self._code = 0  # exit code of the rank that failed; 0 where it takes over that of a departed rank
         self._status = mpi.Status()  # of the probe that every start makes
         self._looked = time.monotonic()
         self._sends: list[Any] = []
@@ -57,9 +58,10 @@ class JobFailures:
         status = self._status
         if not self._control.Iprobe(self._mpi.ANY_SOURCE, _FAILURE, status):
             return None
-        text = bytearray(status.Get_count(self._mpi.BYTE))
-        self._control.Recv(text, status.Get_source(), _FAILURE)
-        return status.Get_source(), text.decode()
+        message = bytearray(status.Get_count(self._mpi.BYTE))
+        self._control.Recv(message, status.Get_source(), _FAILURE)
+        self._code = message[0]
+        return status.Get_source(), message[1:].decode()
 
     def _recorded(self) -> tuple[None, str] | None:
         """The failure that the launcher or a supervisor saw, of a rank that could not send it."""
@@ -74,13 +76,15 @@ class JobFailures:
         sys.stdout.flush()
         sys.stderr.flush()
         deadline = time.monotonic() + report_seconds()
-        if self._failure is not None and self._job is None:  # the failing rank gives mpiexec the exit code
-            self.follow(0, _FOLLOW_SECONDS)
+        if self._failure is not None and self._job is None:  # mpiexec may take the code of any rank
+            self.follow(self._code, _FOLLOW_SECONDS)
         if self._failure is not None:  # the launcher ends this process
             self.follow(1, report_seconds())
-        text = bytearray(f"rank {self._rank} failed: {type(error).__name__}: {error}".encode())
+        code = 0 if isinstance(error, DepartedFault) else exit_code(error) & 255
+        message = bytearray([code])
+        message += f"rank {self._rank} failed: {type(error).__name__}: {error}".encode()
         others = [rank for rank in range(self._size) if rank != self._rank]
-        sends = [self._control.Isend(text, rank, _FAILURE) for rank in others]
+        sends = [self._control.Isend(message, rank, _FAILURE) for rank in others]
         folder = elastic_folder()
         silent = set(others) - {loss.rank for loss in (read_losses(folder) if folder is not None else ())}
         while silent and time.monotonic() < deadline:

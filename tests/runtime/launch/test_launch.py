@@ -344,6 +344,24 @@ def test_plain_mpiexec_does_the_same(tmp_path: Path) -> None:
     assert "error: rank 1 failed: ValueError: bad batch; rank 0 stops too\n" in done.stderr
 
 
+@needs_mpi
+def test_plain_mpiexec_ends_with_an_error_if_the_failing_rank_is_slow_to_end(tmp_path: Path) -> None:
+    body = """
+import time
+if rank == 1:
+    sleep = time.sleep
+    time.sleep = lambda seconds: sleep(90 * seconds)
+    raise ValueError("bad batch")
+t.barrier()
+"""
+    script = tmp_path / "script.py"
+    script.write_text(PREAMBLE + body)
+    command = [launcher.find_mpiexec(), "-n", "2", sys.executable, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode in (1, signal.SIGKILL)
+    assert "error: rank 1: ValueError: bad batch\n" in done.stderr
+
+
 TRAINS = """
 import distgraph as dg
 
