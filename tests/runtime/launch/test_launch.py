@@ -358,7 +358,7 @@ t.barrier()
     script.write_text(PREAMBLE + body)
     command = [launcher.find_mpiexec(), "-n", "2", sys.executable, str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode in (1, signal.SIGKILL)
+    assert done.returncode != 0  # that of either rank, or of the signal that ends mpiexec
     assert "error: rank 1: ValueError: bad batch\n" in done.stderr
 
 
