@@ -78,11 +78,11 @@ def timed(name: str, problem: Problem) -> Recorded:
 
 def recorded(name: str, small: SmallProblem, seconds: float, each: int) -> list[Recorded]:
     """The layout problems of one search that took most CPU seconds to solve."""
-    found: list[Recorded] = []
+    records: list[Recorded] = []
 
     def recording(problem: Problem, **_: Any) -> Solution:
-        found.append(timed(name, problem))
-        return found[-1].solution
+        records.append(timed(name, problem))
+        return records[-1].solution
 
     state = SearchState(
         small.request, small.cluster(name), "auto", seconds,
@@ -94,7 +94,7 @@ def recorded(name: str, small: SmallProblem, seconds: float, each: int) -> list[
                 pass
         except InfeasibleError:
             pass
-    solved = [entry for entry in found if entry.solution.choice is not None]
+    solved = [entry for entry in records if entry.solution.choice is not None]
     return sorted(solved, key=lambda entry: -entry.seconds)[:each]
 
 

@@ -44,16 +44,16 @@ def check_parts(
         ("strategy", strategy, Strategy, "distgraph.Strategy(micro_batches=4)"),
     ):
         if argument is not None and not isinstance(argument, type_):
-            raise GraphError(f"{subject} is {_shown(argument)} but must be an object such as {example}")
+            raise GraphError(f"{subject} is {shown(argument)} but must be an object such as {example}")
     _check_metrics(metrics)
     if cluster is not None and not isinstance(cluster, (Cluster, str, Path)):
         raise ResourceError(
-            f"cluster is {_shown(cluster)} but must be a Cluster, or the path or name of a resource file"
+            f"cluster is {shown(cluster)} but must be a Cluster, or the path or name of a resource file"
         )
     if plan is not None and not isinstance(plan, (Plan, str, Path)):
-        raise GraphError(f"plan is {_shown(plan)} but must be a distgraph.Plan, or the path of a plan file")
+        raise GraphError(f"plan is {shown(plan)} but must be a distgraph.Plan, or the path of a plan file")
     if not is_integer(seed):
-        raise GraphError(f"seed is {_shown(seed)} but must be an integer")
+        raise GraphError(f"seed is {shown(seed)} but must be an integer")
 
 
 def check_training(epochs: Any, batch_size: Any, micro_batches: int) -> None:
@@ -122,7 +122,7 @@ def _named(argument: Any) -> str:
 
 def _check_metrics(metrics: Any) -> None:
     if isinstance(metrics, (str, Module)) or not isinstance(metrics, (Mapping, Sequence)):
-        raise GraphError(f"metrics is {_shown(metrics)} but must be a list or a dict of functions")
+        raise GraphError(f"metrics is {shown(metrics)} but must be a list or a dict of functions")
     for name, metric in metrics.items() if isinstance(metrics, Mapping) else enumerate(metrics):
         example = (
             f'such as {{"accuracy": {_ACCURACY}}}' if isinstance(metric, str) else "(output, target) -> mean"
@@ -137,10 +137,11 @@ def _check_function(subject: str, function: Any, example: str) -> None:
             f"{function.__name__}()"
         )
     if not callable(function):
-        raise GraphError(f"{subject} is {_shown(function)} but must be a function or module, {example}")
+        raise GraphError(f"{subject} is {shown(function)} but must be a function or module, {example}")
 
 
-def _shown(argument: Any) -> str:
+def shown(argument: Any) -> str:
+    """A wrong argument in words, for an error."""
     if isinstance(argument, type):
         return f"the class {argument.__name__}"
     if argument is None or isinstance(argument, (str, int, float)):

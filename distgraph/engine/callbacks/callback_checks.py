@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distgraph.engine.callbacks.callback import Callback
+from distgraph.engine.validation import shown
 from distgraph.errors import RuntimeFault
 from distgraph.serialization.documents import shown_path
 
@@ -52,18 +53,10 @@ def check_monitor(who: str, name: str, engine: Engine) -> None:
 def check_callbacks(callbacks: Any) -> None:
     """Check the callbacks that `fit` is given. Raises RuntimeFault: they are no list of callbacks."""
     if not isinstance(callbacks, (list, tuple)):
-        raise RuntimeFault(f"callbacks is {_shown(callbacks)} but must be a list of callbacks; put it in [ ]")
+        raise RuntimeFault(f"callbacks is {shown(callbacks)} but must be a list of callbacks; put it in [ ]")
     for position, callback in enumerate(callbacks):
         if not isinstance(callback, Callback):
             raise RuntimeFault(
-                f"callbacks[{position}] is {_shown(callback)} but must be an object of a subclass of "
+                f"callbacks[{position}] is {shown(callback)} but must be an object of a subclass of "
                 "distgraph.callbacks.Callback"
             )
-
-
-def _shown(argument: Any) -> str:
-    if isinstance(argument, type):
-        return f"the class {argument.__name__}"
-    if argument is None or isinstance(argument, (str, int, float)):
-        return repr(argument)
-    return f"a {type(argument).__name__}"

@@ -389,7 +389,7 @@ def test_a_plan_after_a_program_was_compiled_is_not_applied(
     assert "because the engine has compiled a program before fit" in capsys.readouterr().err
 
 
-class Told:
+class SharingRank:
     """A world of two processes, seen from one of them."""
 
     def __init__(self, chief: bool, messages: list[Any]) -> None:
@@ -411,10 +411,10 @@ def test_rank_0_decides_and_the_others_wait_as_long_as_it_searches() -> None:
             tick()
         return "outcome"
 
-    chief: Any = Told(True, messages)
+    chief: Any = SharingRank(True, messages)
     assert on_rank_0(chief, decide, lambda: next(seconds)) == "outcome"
     assert messages == [None, None, "outcome"]
-    other: Any = Told(False, messages)
+    other: Any = SharingRank(False, messages)
 
     def never(tick: Callable[[], None]) -> Any:
         raise AssertionError("only rank 0 decides")
