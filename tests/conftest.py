@@ -5,7 +5,9 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import os
+import shutil
 import signal
+import tempfile
 import zlib
 from collections.abc import Callable
 
@@ -50,6 +52,19 @@ def missing_gpu() -> str | None:
 
 def missing_package(name: str) -> str | None:
     return None if importlib.util.find_spec(name) else f"{name} is not installed"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Give every rank of an MPI job a folder of its own for `tmp_path`.
+
+    Every pytest keeps the folders of its last three runs and removes older ones. Ranks which list and
+    remove the same folders at the same time can end with an error of pytest after the last test.
+    """
+    if missing_mpi() is None:
+        root = tempfile.mkdtemp(prefix="pytest-rank-")
+        config.add_cleanup(lambda: shutil.rmtree(root, ignore_errors=True))
+        os.environ["PYTEST_DEBUG_TEMPROOT"] = root
 
 
 MISSING: dict[str, Callable[[], str | None]] = {
