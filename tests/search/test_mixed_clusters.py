@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from support.devices import fake_cupy
 from support.files.clusters import cluster_of
@@ -13,7 +15,8 @@ from support.programs.searched import CHAIN, Program, mixed, slow
 from support.search.candidates import candidates
 from support.search.plan_training import trains_as_one_rank
 
-from distgraph import nn
+import distgraph as dg
+from distgraph import nn, ops, optim
 from distgraph.engine.search_driver.candidate import build_candidate
 from distgraph.engine.search_driver.layout_costs import LayoutCosts
 from distgraph.engine.search_driver.load_balancing import rebalanced
@@ -22,6 +25,7 @@ from distgraph.engine.search_driver.search_space import (
     micro_batch_counts,
     pools_of,
 )
+from distgraph.errors import InfeasibleError
 from distgraph.passes.search.intra_op.solution_cache import VARIABLE
 from distgraph.plan.pipeline_schedules import searched_schedules
 from distgraph.plan.plan import Plan
@@ -127,3 +131,49 @@ def test_samples_pass_between_kinds() -> None:
     shape = Shape((("dp", 4), ("tp", 2)), (5, 5, 3, 3))
     assert [found.samples for found in rebalanced(shape, (0, 0, 1, 1))] == [(4, 4, 4, 4), (6, 6, 2, 2)]
     assert not list(rebalanced(Shape((("dp", 2),), (1, 1)), (0, 1)))
+
+
+class OnMeshes(nn.Module):
+    """A layer on each of two meshes."""
+
+    def __init__(self, first: dg.ProcessMesh, second: dg.ProcessMesh) -> None:
+        self.meshes, self.up, self.down = (first, second), nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Any) -> Any:
+        with dg.on(self.meshes[0]):
+            h = ops.relu(self.up(dg.shard_tensor(x, self.meshes[0], ["dp", None])))
+        with dg.on(self.meshes[1]):
+            return ops.mean(self.down(h) ** 2)
+
+
+def devices_found(first: dg.ProcessMesh, second: dg.ProcessMesh, **strategy: Any) -> tuple[int, ...]:
+    """Devices of the ranks that a search chooses on two processors, numbers 0 and 1, and two GPUs."""
+    described = mixed(2.0, 2, 2)
+    described["machines"][0]["devices"]["type"] = "cpu"
+    made = dg.Engine(
+        OnMeshes(first, second), None, optim.SGD(lr=0.1),
+        strategy=dg.Strategy(**strategy), cluster=cluster_of(described),
+    )  # fmt: skip
+    made.prepare((np.ones((8, 8), np.float32),))
+    assert made.plan.mapping is not None
+    return made.plan.mapping.devices
+
+
+@pytest.mark.parametrize("mode", ["auto", "sharding_propagation", "recursive"])
+def test_ranks_are_on_the_devices_that_their_mesh_needs(mode: str) -> None:
+    """In mode auto the mesh would be repeated on all four devices, were they of one kind."""
+    mesh = dg.ProcessMesh.grid(dp=2)
+    assert devices_found(mesh.requiring("gpu"), mesh.requiring("gpu"), mode=mode) == (2, 3)
+    assert devices_found(mesh.requiring("cpu"), mesh.requiring("cpu"), mode=mode) == (0, 1)
+
+
+def test_each_mesh_gets_its_kind_of_device() -> None:
+    first, second = dg.ProcessMesh.grid(dp=2), dg.ProcessMesh.grid(2, dp=2)
+    assert devices_found(first.requiring("gpu"), second.requiring("cpu"), mode="auto") == (2, 3, 0, 1)
+
+
+def test_a_mesh_needs_devices_that_the_search_may_not_use() -> None:
+    mesh = dg.ProcessMesh.grid(dp=2).requiring("gpu")
+    problem = r"rank 0 needs a gpu device, which is device 2 .* may use the first 2 devices"
+    with pytest.raises(InfeasibleError, match=problem):
+        devices_found(mesh, mesh, mode="auto", devices=2)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from distgraph.errors import ShardingError
+from distgraph.errors import InfeasibleError, ShardingError
 from distgraph.ir.dtypes import itemsize
 from distgraph.ir.graph import Graph
 from distgraph.ir.mesh import ProcessMesh
@@ -92,6 +92,40 @@ def placement_of(cluster: Cluster, devices: Sequence[int]) -> tuple[PlacedRanks,
             )
         )
     return tuple(parts)
+
+
+def devices_in_rank_order(serial: Graph, cluster: Cluster, usable: int) -> tuple[int, ...]:
+    """All devices of a cluster, so that rank n of the user's meshes may run on the n-th.
+
+    Ranks whose meshes need devices of a type or memory get such devices, consecutive ranks near each other;
+    all other devices follow in order. Where no mesh needs any, the devices are in order.
+
+    Args:
+        serial: the graph with the user's meshes.
+        cluster: the devices.
+        usable: how many devices may be used, the first ones of the cluster.
+
+    Raises:
+        InfeasibleError: the usable devices do not have what the ranks need.
+        ResourceError: the cluster has fewer devices than the meshes have ranks.
+        ShardingError: two meshes of a rank need different types of devices.
+    """
+    stated, every = _stated(serial), range(len(cluster.devices))
+    if not stated:
+        return tuple(every)
+    meshes = {*serial.placements.values(), *(attr.mesh for attr in serial.attrs.values())}
+    ranks = 1 + max(rank for mesh in meshes for rank in mesh.members)
+    needs = [stated.get(rank, Requirement()) for rank in range(ranks)]
+    chain = {(rank, rank + 1): 1.0 for rank in range(ranks - 1)}
+    chosen = map_ranks(ranks, chain, cluster, needs).devices
+    for rank, device in enumerate(chosen):
+        if device >= usable:
+            raise InfeasibleError(
+                f"rank {rank} needs {needs[rank]}, which is device {device} "
+                f"({cluster.devices[device].node}), but the search may use the first {usable} devices; let "
+                "it use more, or change what the mesh needs"
+            )
+    return (*chosen, *(device for device in every if device not in set(chosen)))
 
 
 def _stated(*graphs: Graph) -> dict[int, Requirement]:

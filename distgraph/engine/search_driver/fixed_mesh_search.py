@@ -6,11 +6,12 @@ stay, and every op runs where they and `place` put it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 from distgraph.engine.compile.program_forecast import with_data_parallel_inputs
+from distgraph.engine.compile.rank_placement import devices_in_rank_order
 from distgraph.engine.compile.zero import complete_split
 from distgraph.engine.search_driver.candidate import BuiltCandidate, build_program, with_layouts
 from distgraph.engine.search_driver.layout_costs import LayoutCosts, solve_problem
@@ -75,7 +76,23 @@ def repetitions(layout_costs: LayoutCosts) -> int:
     (mesh, *more) = meshes
     if more or sorted(mesh.members) != list(range(mesh.size)) or mesh.weights:
         return 1
-    return len(layout_costs.devices) // mesh.size
+    most = len(layout_costs.devices) // mesh.size
+    layered = layout_costs.layered_graph(1)
+    return next(n for n in range(most, 0, -1) if n == 1 or _has_devices(layout_costs, layered, n))
+
+
+def _has_devices(layout_costs: LayoutCosts, layered: LayeredGraph, count: int) -> bool:
+    """Whether there are the devices that the mesh of the annotations needs, repeated `count` times."""
+    try:
+        _rank_devices(layout_costs, with_repeated_mesh(layered, count).graph)
+    except InfeasibleError:
+        return False
+    return True
+
+
+def _rank_devices(layout_costs: LayoutCosts, graph: Graph) -> tuple[int, ...]:
+    """The device of every rank of the user's meshes, as these need it (`devices_in_rank_order`)."""
+    return devices_in_rank_order(graph, layout_costs.cluster, len(layout_costs.devices))
 
 
 def with_repeated_mesh(layered: LayeredGraph, count: int) -> LayeredGraph:
@@ -128,7 +145,7 @@ def completed_annotations(layout_costs: LayoutCosts, micro_batches: int) -> Buil
     layered = start_graph(layout_costs, micro_batches)
     meshes = annotated_meshes(layered.graph, layout_costs)
     completed = replace(run_completion(layered.graph, meshes[0]), micro_batches=micro_batches)
-    devices = tuple(range(max(rank for mesh in completed.meshes for rank in mesh.members) + 1))
+    devices = _devices_of_meshes(layout_costs, layered.graph, completed.meshes)
     return build_program(layout_costs, completed, layered, devices, "annotations, completed")
 
 
@@ -203,7 +220,7 @@ def formulate_on_mesh(layout_costs: LayoutCosts, layered: LayeredGraph, mesh: Pr
     graph = layered.graph
     on_mesh = {name: attr for name, attr in graph.attrs.items() if attr.mesh == mesh}
     ops = {name: axes for name, axes in graph.op_axes.items() if graph.placements.get(name, mesh) == mesh}
-    cost_model = layout_costs.cost_model(tuple(range(len(layout_costs.cluster.devices))))
+    cost_model = layout_costs.cost_model(_rank_devices(layout_costs, graph))
     graph = replace(graph, attrs=on_mesh, op_axes=ops)
     return formulate(graph, mesh, cost_model, layered.layering)
 
@@ -243,7 +260,8 @@ def _solved(
     restriction = layout_costs.restriction
     solution = solve_problem(restricted(formulation, restriction))
     if memory_share:
-        memory = min(layout_costs.cluster.devices[rank].memory for rank in mesh.members)
+        devices = _rank_devices(layout_costs, layered.graph)
+        memory = min(layout_costs.cluster.devices[devices[rank]].memory for rank in mesh.members)
         formulation = formulation.with_memory(memory_multiplier=memory_share * solution.objective / memory)
         solution = solve_problem(restricted(formulation, restriction))
     if solution.choice is None:
@@ -261,7 +279,7 @@ def double_recursion(
     layered = start_graph(layout_costs, micro_batches)
     count = len(layout_costs.devices)
     meshes = annotated_meshes(layered.graph, layout_costs) or (ProcessMesh.grid(dp=count),)
-    price = layout_costs.cost_model(tuple(range(count))).price
+    price = layout_costs.cost_model(_rank_devices(layout_costs, layered.graph)[:count]).price
     layered = _on_mesh(layered, _only(meshes, "recursive"))
     mesh, layouts = recursive(layered.graph, _only(meshes, "recursive"), price, most_axes)
     placements = dict.fromkeys((op.name for op in layered.graph.ops), mesh)
@@ -323,8 +341,9 @@ def _mesh2d_program(
     graph, mesh = tuned.graph, tuned.mesh
     completed = replace(run_completion(graph, mesh), micro_batches=layered.graph.micro_batches)
     whole = mesh.members == tuple(range(mesh.size))
-    every = tuple(range(max(mesh.members) + 1))
-    devices = devices_of(layout_costs.cluster, mesh.shape) if whole else every
+    given = _devices_of_meshes(layout_costs, layered.graph, [mesh])
+    in_order = given == tuple(range(mesh.size))
+    devices = devices_of(layout_costs.cluster, mesh.shape) if whole and in_order else given
     names = {algorithm.name for algorithm in graph.algorithms.values()}
     origin = f"mesh2d: {' x '.join(map(str, mesh.shape))}, {', '.join(sorted(names))}"
     return build_program(layout_costs, completed, layered, devices, origin)
@@ -355,7 +374,7 @@ def sharding_propagation(layout_costs: LayoutCosts, micro_batches: int) -> Built
         )
     mesh = _only(meshes, "sharding_propagation")
     layered = _on_mesh(layered, mesh)
-    price = layout_costs.cost_model(tuple(range(len(layout_costs.cluster.devices)))).price
+    price = layout_costs.cost_model(_rank_devices(layout_costs, layered.graph)).price
     placements = dict.fromkeys((op.name for op in layered.graph.ops), mesh)
     layouts = propagate(layered.graph, mesh, price)
     return _assigned(layout_costs, layered, placements, {mesh: layouts}, "sharding propagation")
@@ -388,8 +407,15 @@ def _assigned(
     completed = assign(layered.graph, placements, layouts)
     check_op_axes(replace(completed, op_axes=layered.graph.op_axes))
     completed = replace(completed, micro_batches=layered.graph.micro_batches)
-    devices = tuple(range(max(rank for mesh in layouts for rank in mesh.members) + 1))
+    devices = _devices_of_meshes(layout_costs, layered.graph, layouts)
     return build_program(layout_costs, completed, layered, devices, origin, None, placements)
+
+
+def _devices_of_meshes(
+    layout_costs: LayoutCosts, graph: Graph, meshes: Iterable[ProcessMesh]
+) -> tuple[int, ...]:
+    """The devices of ranks 0 to the last one of some meshes."""
+    return _rank_devices(layout_costs, graph)[: 1 + max(rank for mesh in meshes for rank in mesh.members)]
 
 
 def given_mesh_trials(
