@@ -1,6 +1,7 @@
-"""Campaign: every pass alone and every pair of passes on dp2 x tp2 x pp2, against one rank at fp64 1e-10.
+"""Campaign: every pass alone and every pair of passes on several ranks, against one rank at fp64 1e-10.
 
-    python tests/campaigns/pass_pairs.py                  # all of them
+    python tests/campaigns/pass_pairs.py                  # all, on 8 in-process ranks: dp2 x tp2 x pp2
+    mpiexec -n 4 python tests/campaigns/pass_pairs.py     # on 4 MPI ranks: dp2 x pp2; --split tp: tp2 x pp2
     python tests/campaigns/pass_pairs.py --only zero-3    # those with this pass
     python tests/campaigns/pass_pairs.py --trials 20 --seed 7
 
@@ -33,11 +34,18 @@ from support.programs.equivalence import gathered
 
 import distgraph as dg
 from distgraph import nn, ops, optim
+from distgraph.runtime.execute.process_group import is_chief
+from distgraph.runtime.launch.mpi_rank import ranks_of_job
 
 WIDTH, BLOCKS, BATCH, STEPS = 8, 4, 16, 2
 NEAR = 1e-10
 grid = dg.ProcessMesh.grid
-DOWN = (grid(0, dp=2, tp=2), grid(4, dp=2, tp=2))
+MESHES = {
+    "dp-tp": (grid(0, dp=2, tp=2), grid(4, dp=2, tp=2)),
+    "dp": (grid(0, dp=2, tp=1), grid(2, dp=2, tp=1)),
+    "tp": (grid(0, dp=1, tp=2), grid(2, dp=1, tp=2)),
+}
+"""Axes that split -> the meshes of the two stages."""
 
 
 @dataclass(frozen=True)
@@ -97,9 +105,9 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Blocks on two stages, with the annotations of the choices."""
 
-    def __init__(self, choices: Sequence[Choice], parallel: bool) -> None:
+    def __init__(self, choices: Sequence[Choice], split: str | None) -> None:
         order = next((c.stages for c in choices if c.group == "schedule"), (0, 0, 1, 1))
-        self.meshes = [DOWN[stage] if parallel else None for stage in order]
+        self.meshes = [MESHES[split][stage] if split else None for stage in order]
         self.blocks = [Block(mesh) for mesh in self.meshes]
         self.recompute, self.tasks = (
             any(getattr(c, name) for c in choices) for name in ("recompute", "tasks")
@@ -123,14 +131,14 @@ def strategy_of(choices: Sequence[Choice]) -> dg.Strategy:
     return dg.Strategy(**fields)
 
 
-def trained(names: Sequence[str], parallel: bool = True) -> tuple[list[float], dict[str, Any]]:
-    """Losses and parameters behind a few steps."""
+def trained(names: Sequence[str], split: str | None) -> tuple[list[float], dict[str, Any]]:
+    """Losses and parameters behind a few steps, on one rank where no axes split."""
     choices = [CHOICES[name] for name in names]
     rng = np.random.default_rng(5)
     data = [rng.normal(size=(BATCH, WIDTH)) for _ in range(2)]
     optimizer = optim.Adam(lr=1e-2, eps=1e-3, clip_norm=0.5)
-    strategy = strategy_of(choices) if parallel else dg.Strategy(micro_batches=4)
-    engine = dg.Engine(Net(choices, parallel), nn.MeanSquaredError(), optimizer, strategy=strategy, seed=3)
+    strategy = strategy_of(choices) if split else dg.Strategy(micro_batches=4)
+    engine = dg.Engine(Net(choices, split), nn.MeanSquaredError(), optimizer, strategy=strategy, seed=3)
     with closing(engine):
         return [engine.run(data)["loss"] for _ in range(STEPS)], gathered(engine)
 
@@ -138,12 +146,12 @@ def trained(names: Sequence[str], parallel: bool = True) -> tuple[list[float], d
 @cache
 def serial() -> tuple[list[float], dict[str, Any]]:
     """What one rank gives."""
-    return trained((), parallel=False)
+    return trained((), None)
 
 
-def worst_error(names: Sequence[str]) -> float:
+def worst_error(names: Sequence[str], split: str) -> float:
     """Largest difference of a loss or a parameter from that of one rank, by its magnitude or 1."""
-    losses, parameters = trained(names)
+    losses, parameters = trained(names, split)
     expected_losses, expected = serial()
     assert set(parameters) == set(expected)
     errors = [abs(a - b) / max(1.0, abs(b)) for a, b in zip(losses, expected_losses, strict=True)]
@@ -153,11 +161,12 @@ def worst_error(names: Sequence[str]) -> float:
     return max(errors)
 
 
-def combinations_of_passes() -> Iterator[tuple[str, ...]]:
-    """Nothing, each pass, and each pair of different groups."""
+def combinations_of_passes(split: str = "dp-tp") -> Iterator[tuple[str, ...]]:
+    """Nothing, each pass, and each pair of different groups; ZeRO only where an axis splits the batch."""
+    names = [name for name in CHOICES if "dp" in split or CHOICES[name].group != "zero"]
     yield ()
-    yield from ((name,) for name in CHOICES)
-    for pair in combinations(CHOICES, 2):
+    yield from ((name,) for name in names)
+    for pair in combinations(names, 2):
         if CHOICES[pair[0]].group != CHOICES[pair[1]].group:
             yield pair
 
@@ -168,26 +177,32 @@ def main(words: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", choices=CHOICES, help="combinations with this pass")
+    parser.add_argument("--split", choices=MESHES, help="axes that split; dp under MPI, else dp-tp")
     parser.add_argument("--trials", type=int, help="as many combinations, drawn by the seed")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(words)
-    trials = [names for names in combinations_of_passes() if arguments.only in (None, *names)]
+    split = arguments.split or ("dp" if ranks_of_job() > 1 else "dp-tp")
+    trials = [names for names in combinations_of_passes(split) if arguments.only in (None, *names)]
     if arguments.trials is not None:
         trials = random.Random(arguments.seed).sample(trials, min(arguments.trials, len(trials)))
     failures, worst = [], 0.0
     for names in trials:
         try:
-            error = worst_error(names)
-        except Exception as failure:  # noqa: BLE001 - a campaign goes on
+            error = worst_error(names, split)
+        except Exception as failure:
             failures.append({"passes": names, "error": f"{type(failure).__name__}: {failure}"})
             traceback.print_exc(limit=4)
+            if ranks_of_job() > 1:
+                raise  # the other ranks may wait for this one
             continue
         worst = max(worst, error)
         if not error <= NEAR:
             failures.append({"passes": names, "error": error})
-        print(" + ".join(names) or "none", f"{error:.1e}", flush=True)
+        if is_chief():
+            print(" + ".join(names) or "none", f"{error:.1e}", flush=True)
     report = {"campaign": "pass_pairs", "trials": len(trials), "failed": len(failures), "worst": worst}
-    print(json.dumps({**report, "failures": failures}))
+    if is_chief():
+        print(json.dumps({**report, "failures": failures}))
     return int(bool(failures))
 
 
