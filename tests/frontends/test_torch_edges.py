@@ -143,11 +143,15 @@ def _clamped(p: Any, x: Any) -> Any:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (_in_place, "Of changes its input x in place"),
+        (_in_place, r"Of changes its input x in place \(test_torch_edges.py:\d+\)"),
         (_clamped, "Of changes its parameter p in place"),
         (
+            lambda p, x: x[x > 0].sum() * p,
+            r"aten.index.Tensor with a boolean mask, .*\(test_torch_edges.py:\d+\)",
+        ),
+        (
             lambda p, x: F.embedding(x.long().abs(), p.reshape(3, 1), scale_grad_by_freq=True),
-            "scale_grad_by_freq=True",
+            r"aten.embedding.default \(test_torch_edges.py:\d+\): .*scale_grad_by_freq=True",
         ),
         (lambda p, x: None, "returns no tensor"),
     ],

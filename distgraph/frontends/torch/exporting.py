@@ -184,11 +184,14 @@ def _changed_buffers(exported: Any, model: str) -> tuple[str, ...]:
     """Paths of the buffers that a step changes. Raises GraphError where it changes anything else."""
     names = {OutputKind.USER_INPUT_MUTATION: "input", OutputKind.PARAMETER_MUTATION: "parameter"}
     specs = exported.graph_signature.output_specs
+    lines = {node.name: source_line(node) for node in exported.graph.nodes}
     for spec in specs:
         if spec.kind in names:
+            line = lines.get(spec.arg.name, "?")
+            where = "" if line == "?" else f" ({line})"
             raise GraphError(
-                f"{model} changes its {names[spec.kind]} {spec.target} in place, which a program cannot do; "
-                "compute a new tensor from it"
+                f"{model} changes its {names[spec.kind]} {spec.target} in place{where}, which a program "
+                "cannot do; compute a new tensor from it"
             )
     return tuple(str(s.target) for s in specs if s.kind is OutputKind.BUFFER_MUTATION)
 
@@ -313,7 +316,14 @@ def _without_rule(node: torch.fx.Node) -> str:
         return ""
     if is_complex([operand.meta.get("val") for operand in node.all_input_nodes]):
         return "" if has_rule(name) else f"{name} of complex numbers"
+    if name == "aten.index.Tensor" and any(_is_mask(operand) for operand in node.all_input_nodes[1:]):
+        return f"{name} with a boolean mask, whose number of elements depends on the data"
     return "" if name in RULES else name
+
+
+def _is_mask(node: torch.fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dtype == torch.bool
 
 
 def check_rules(exported: Exported, model: str, opaque: OpaqueOps) -> None:
@@ -346,7 +356,7 @@ def check_rules(exported: Exported, model: str, opaque: OpaqueOps) -> None:
         raise GraphError(
             f"{model} uses {len(missing)} op{'s' if len(missing) > 1 else ''} of torch without a rule:\n"
             + "\n".join(lines)
-            + "\nwrite them with other ops, give each a rule with "
+            + "\nwrite them with other ops (torch.where for masks), give each a rule with "
             '@distgraph.frontends.torch.register_torch_op("name"), or have torch compute those that are '
             'elementwise, opaque="elementwise", or treat positions of dims independently, '
             'opaque={"name": "index rule"}'

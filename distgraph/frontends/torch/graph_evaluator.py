@@ -224,7 +224,10 @@ def _traced(node: torch.fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any])
         args, kwargs = pytree.tree_map(lambda x: _cast(ready(x), dtype), (list(args), dict(kwargs)))
     else:
         args, kwargs = pytree.tree_map(ready, (list(args), dict(kwargs)))
-    result = rule.function(*args, **kwargs)
+    try:
+        result = rule.function(*args, **kwargs)
+    except GraphError as error:
+        raise GraphError(f"{op_name(node)} ({source_line(node)}): {error}") from error
     if isinstance(expected, (tuple, list)) and isinstance(result, (tuple, list)):
         return tuple(_checked(node, x, e) for x, e in zip(result, expected, strict=False))
     return _checked(node, result, expected)
