@@ -5,7 +5,8 @@
 *Invariant:* all groups of a pattern communicate at the same time, as in training, and the slowest rank
 counts. The time of a pattern is the median over runs; on ranks that share cores it is the mean over runs
 minus the computation before them (`shared_cores`). What no computation hides of a collective is the time by
-which it lengthens products that are computed between its start and the wait for it.
+which it lengthens products that are computed between its start and the wait for it. A pattern that takes long
+is run less often in a round, so that the time suffices for several rounds, which are further apart than runs.
 
 The buffer that is sent is written right before each run, as in a step, because reading freshly written bytes
 from the cache of another core takes longer.
@@ -25,6 +26,7 @@ from distgraph.ir.mesh import ProcessMesh
 from distgraph.runtime.profile.shared_cores import (
     MOST_WORK_SECONDS,
     WORK_SECONDS,
+    CoreSharing,
     RunTime,
     behind_work,
     message_work,
@@ -40,7 +42,10 @@ MESSAGE_WORK: Final = "attend"
 SIZES: Final = tuple(2**power for power in range(10, 29, 2))
 """Bytes of a message: 1 KiB to 256 MiB."""
 _MOST_OVERLAPPED: Final = 2**24  # bytes of a message that is timed beside products
+_RUN_SECONDS: Final = 0.1  # of all runs of a pattern in a round: more rounds are worth more than more runs
 _ITEM: Final = 4  # bytes of an element, f32
+ALONE: Final = CoreSharing()
+"""Ranks that share no cores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +129,15 @@ def _is_awaited_later(kind: str) -> bool:
     return COLLECTIVES[kind].steps is not None
 
 
-def measure(transport: Transport, pattern: Pattern, repeats: int, shared: bool = False) -> RunTime:
-    """Some runs of a pattern on this rank; collective over all ranks of the job."""
+def measure(transport: Transport, pattern: Pattern, repeats: int, cores: CoreSharing = ALONE) -> RunTime:
+    """Some runs of a pattern on this rank; collective over all ranks of the job.
+
+    Args:
+        transport: of this rank.
+        pattern: what is measured.
+        repeats: most runs; fewer are made of a pattern that takes long.
+        cores: how the ranks share cores.
+    """
     group = next((members for members in pattern.groups if transport.rank in members), None)
     if pattern.kind == MESSAGE_WORK:
         elements = pattern.nbytes // _ITEM
@@ -138,12 +150,14 @@ def measure(transport: Transport, pattern: Pattern, repeats: int, shared: bool =
     first = time.perf_counter() - begin
     transport.barrier()
     trips = 2 if pattern.kind == "send" else 1
-    if pattern.overlapped:
-        slowest = max(transport.broadcast_object(transport.gather_objects(first, 0), 0))
-        seconds = min(max(WORK_SECONDS, slowest), MOST_WORK_SECONDS)
-        return under_work(start, sent, repeats, seconds)
-    if shared:
-        return behind_work(start, sent, repeats, trips, pattern.work)
+    slowest, share = max(transport.broadcast_object(transport.gather_objects(first, 0), 0)), max(cores.shares)
+    if pattern.overlapped:  # the products last for as long as the collective
+        seconds = min(max(WORK_SECONDS, slowest / share), MOST_WORK_SECONDS)
+        repeats = _runs(repeats, 2 * (share * seconds + cores.period))
+        return under_work(start, sent, repeats, seconds, cores.period)
+    repeats = _runs(repeats, slowest + share * pattern.work)
+    if cores.shared:
+        return behind_work(start, sent, repeats, trips, pattern.work, cores.period)
     if start is None:
         return RunTime(0.0)
     spans = []
@@ -153,6 +167,11 @@ def measure(transport: Transport, pattern: Pattern, repeats: int, shared: bool =
         start().wait()
         spans.append(time.perf_counter() - begin)
     return RunTime(float(np.median(spans)) / trips)
+
+
+def _runs(most: int, seconds: float) -> int:
+    """Number of runs that take so many seconds each."""
+    return max(1, min(most, int(_RUN_SECONDS / max(seconds, 1e-9))))
 
 
 PreparedRun = tuple[Callable[[], Handle], Any]

@@ -136,9 +136,10 @@ def expected(rows: Vector, seconds: Vector, start: float | Vector = 0.0) -> Vect
     return x
 
 
-def mean_error(predicted: Vector, seconds: Vector) -> float:
-    """Mean of |predicted / measured - 1|; 0 without measurements."""
-    return float(np.mean(np.abs(predicted / seconds - 1))) if len(seconds) else 0.0
+def mean_error(predicted: Vector, seconds: Vector, like: Vector | None = None) -> float:
+    """Mean of |predicted - measured| / like, which are the measured seconds by default; 0 without any."""
+    unit = seconds if like is None else like
+    return float(np.mean(np.abs(predicted - seconds) / unit)) if len(seconds) else 0.0
 
 
 def fit_compute(
@@ -333,17 +334,18 @@ def fit_links(cluster: Cluster, messages: Sequence[Message]) -> LinkFit:
     )
     prior = _stated_numbers(cluster, origins)
     seconds = np.array([m.seconds for m in messages])
+    like = _typical_seconds(messages)
     x, rows = np.zeros(1 + 2 * len(origins)), np.zeros((len(messages), 1 + 2 * len(origins)))
     for turn in range(_TURNS):
         # First every class of links that may be the bottleneck, then those that are with the numbers.
         rows = _link_rows(present, origins, messages, 1.0 if turn < _TURNS // 2 else 1e-12)
-        x = robust(rows, seconds, prior)
+        x = robust(rows, seconds, prior, like)
         present = _with_numbers(present, origins, x)
     used = [bool(column.any()) for column in rows.T]
     predicted, small = rows @ x, np.array([m.nbytes for m in messages]) <= _SMALL
     error = {
-        "latency": mean_error(predicted[small], seconds[small]),
-        "bandwidth": mean_error(predicted[~small], seconds[~small]),
+        "latency": mean_error(predicted[small], seconds[small], like[small]),
+        "bandwidth": mean_error(predicted[~small], seconds[~small], like[~small]),
     }
     count = len(origins)
     return LinkFit(
@@ -356,6 +358,19 @@ def fit_links(cluster: Cluster, messages: Sequence[Message]) -> LinkFit:
         },
         error,
     )
+
+
+def _typical_seconds(messages: Sequence[Message]) -> Vector:
+    """What the errors of messages are relative to: their seconds, but no less than half of what is usual.
+
+    The time of a message on shared cores is a difference, which may come out as almost nothing. An error
+    relative to that would outweigh all other messages. Usual is the median over messages of the same size.
+    """
+    by_size: dict[float, list[float]] = {}
+    for message in messages:
+        by_size.setdefault(message.nbytes, []).append(message.seconds)
+    usual = {nbytes: float(np.median(seconds)) for nbytes, seconds in by_size.items()}
+    return np.array([max(message.seconds, usual[message.nbytes] / 2) for message in messages])
 
 
 def _with_initial_numbers(cluster: Cluster) -> Cluster:

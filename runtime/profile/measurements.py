@@ -1,14 +1,17 @@
 """The file in which `distgraph profile` keeps what it has measured, and how it is read.
 
-    {"header": {"source": "", "ranks": 2, "places": "1 ranks a core", "format": 5},
-     "runs": {"machines[0].devices|einsum/8x64": {"works": [...], "runs": [[1.2e-5, ...], ...]}}}
+    {"header": {"source": "", "ranks": 2, "places": "1 ranks a core", "format": 6},
+     "runs": {"machines[0].devices|einsum/8x64": {"works": [...], "runs": [[1.2e-5, ...], ...],
+                                                  "others": [{"host": "m0", "share": 0.02}, ...]}}}
 
 A key is the path of the devices in the resource file and the name of what was measured. An entry holds one of
-`works`, `tasks` and `message`, and for each round the seconds of each work, or one number.
+`works`, `tasks` and `message`, for each round the seconds of each work, or one number, and for each round the
+host on which other programs used most of the processors, with the share; null where it could not be read.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,6 +20,7 @@ from pydantic import Field, model_validator
 from distgraph.errors import ResourceError
 from distgraph.resources.cluster import MOST_DEVICES, AnyDtype
 from distgraph.resources.schema import Collective
+from distgraph.runtime.profile.processor_use import OtherUse
 from distgraph.serialization.documents import Entry, read_json, refuse, validate
 
 Amount = Annotated[float, Field(ge=0, le=1e24)]
@@ -55,6 +59,13 @@ class MessageEntry(Entry):
     overlapped: bool = False
 
 
+class OtherUseEntry(Entry):
+    """A `distgraph.runtime.profile.processor_use.OtherUse`."""
+
+    host: Annotated[str, Field(max_length=1000)]
+    share: Annotated[float, Field(ge=0, le=1)] | None
+
+
 class RunsEntry(Entry):
     """One measured item, and its seconds in every round."""
 
@@ -62,6 +73,7 @@ class RunsEntry(Entry):
     tasks: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     message: MessageEntry | None = None
     runs: Annotated[list[list[Seconds]], Field(min_length=1)]
+    others: list[OtherUseEntry]
 
     @model_validator(mode="after")
     def _one_of_three(self) -> RunsEntry:
@@ -70,6 +82,8 @@ class RunsEntry(Entry):
         numbers = 1 if self.works is None else len(self.works)
         if any(len(seconds) != numbers for seconds in self.runs):
             raise ValueError(f"runs of {numbers} numbers each")
+        if len(self.others) != len(self.runs):
+            raise ValueError(f"others of {len(self.runs)} rounds")
         return self
 
 
@@ -101,3 +115,26 @@ def read_measurements(path: Path, version: int) -> tuple[dict[str, Any], dict[st
                 expected = f"disjoint groups of ranks below {measurements.header.ranks}"
                 refuse(ResourceError, str(path), ["runs", key, "message", "groups"], expected)
     return document["header"], document["runs"]
+
+
+def other_uses(entry: Mapping[str, Any]) -> list[OtherUse]:
+    """What other programs used beside each round of an entry; nothing where the entry does not say."""
+    nothing = {"host": "", "share": 0.0}
+    return [OtherUse(**use) for use in entry.get("others", [nothing] * len(entry["runs"]))]
+
+
+def kept_runs(entry: Mapping[str, Any]) -> list[list[float]]:
+    """The rounds of an entry that count: the undisturbed ones, or the less disturbed half if all were."""
+    pairs = sorted(zip(other_uses(entry), entry["runs"], strict=True), key=lambda pair: pair[0].share or 0.0)
+    kept = [run for use, run in pairs if not use.disturbs]
+    return kept or [run for _, run in pairs[: (len(pairs) + 1) // 2]]
+
+
+def undisturbed_rounds(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
+    """Name of what was measured -> how often it was measured undisturbed, on all kinds of devices."""
+    rounds: dict[str, int] = {}
+    for key, entry in runs.items():
+        name = key.partition("|")[2]
+        count = sum(not use.disturbs for use in other_uses(entry))
+        rounds[name] = min(count, rounds.get(name, count))
+    return rounds

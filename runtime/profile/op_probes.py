@@ -5,7 +5,8 @@
 *Invariant:* the timed code is the generated program with its buffers, so that each op finds caches and
 interpreter in the state that they have in training. Clocks are read between lines; nothing else is added. A
 short op is timed by the wall clock, because reading the CPU clock takes as long as a short op; a long op is
-timed by the CPU clock, which excludes the time slices of other programs.
+timed by the CPU clock, which excludes the time slices of other programs. A short op that takes ten times as
+long as the longest short op was interrupted, by another program or at the end of a quota, and does not count.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ _LINE: Final = re.compile(r"  # %([^,\s]+)")  # the comment of a line names its 
 CLOCKS: Final = (time.perf_counter, time.thread_time)
 """Wall clock and CPU clock."""
 _SHORT_OP: Final = 1e-4  # seconds up to which an op is timed by the wall clock
+_INTERRUPTED: Final = 10 * _SHORT_OP  # seconds from which such an op was interrupted
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +80,10 @@ class PreparedProbe:
         self._worker.step(self._feeds)  # compiles kernels
         self._use_cpu_clock(set())
         self._worker.step(self._feeds)
-        self._use_cpu_clock({name for name, spans in self._seconds.items() if np.mean(spans) > _SHORT_OP})
+        usual = {name: float(np.mean(spans)) for name, spans in self._seconds.items()}
+        self._use_cpu_clock({name for name, seconds in usual.items() if seconds > _SHORT_OP})
         self.ops = tuple(name for name in self._works if name in self._seconds)
+        self._usual = np.array([usual[name] for name in self.ops])
 
     def _use_cpu_clock(self, long: Set[str]) -> None:
         """Time these ops by the CPU clock and all others by the wall clock."""
@@ -106,7 +110,20 @@ class PreparedProbe:
             self._seconds.clear()
             self._worker.step(self._feeds)
             runs.append([np.mean(self._seconds[name]) for name in self.ops])
-        return [float(median) for median in np.median(runs, axis=0)]
+        return medians(np.array(runs), self._usual)
+
+
+def medians(runs: np.ndarray, usual: np.ndarray) -> list[float]:
+    """Median seconds of every op, without those runs of short ops that were interrupted.
+
+    Args:
+        runs: seconds [runs, ops].
+        usual: seconds [ops] before; at most `_SHORT_OP` of those that are timed by the wall clock. An op that
+            was interrupted in every run takes these.
+    """
+    interrupted = (runs > _INTERRUPTED) & (usual <= _SHORT_OP)
+    columns = [column[~cut] for column, cut in zip(runs.T, interrupted.T, strict=True)]
+    return [float(np.median(c)) if c.size else float(u) for c, u in zip(columns, usual, strict=True)]
 
 
 def _works(locals_: dict[str, LocalOp], cost: OpCost) -> dict[str, Work]:

@@ -4,23 +4,22 @@
 *Out:* the same file with measured numbers and the error of the fit beside each.
 *Invariant:* rank i measures device i, and all ranks measure the same item at the same time, because they
 share caches, memory and links in training as well. Each round measures every item once, so that a slow minute
-of the machine affects every number a little and none completely. The fits use the mean over rounds for ops,
-whose sum is a step, and the median for messages, whose times have long tails. In every round the slowest rank
-of a kind of device counts, because the ranks of a step wait for each other. Measurements are saved to a JSON
-file next to the output while the profile runs, and a later run continues from it.
+of the machine affects every number a little and none completely. In every round the slowest rank of a kind of
+device counts, because the ranks of a step wait for each other. What other programs use of the processors is
+read at least once a second (`processor_use`), and a measurement that they disturbed is repeated in a later
+round. Measurements are saved to a JSON file next to the output while the profile runs, and a later run
+continues from it.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import statistics
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -31,26 +30,29 @@ from threadpoolctl import threadpool_limits
 
 from distgraph.errors import ResourceError, RuntimeFault
 from distgraph.resources import Cluster, load_cluster, local_cluster
-from distgraph.resources.cluster import MeasuredTable
-from distgraph.runtime.forecast.op_cost import Work
 from distgraph.runtime.launch.launch import launch
 from distgraph.runtime.launch.mpi_rank import current_transport, ranks_of_job
 from distgraph.runtime.profile import collective_probes
-from distgraph.runtime.profile.cost_fitting import ComputeFit, LinkFit, Message, fit_compute, fit_links
 from distgraph.runtime.profile.discovery import describe_ranks
-from distgraph.runtime.profile.measurements import read_measurements
+from distgraph.runtime.profile.evaluation import evaluate
+from distgraph.runtime.profile.measurements import read_measurements, undisturbed_rounds
 from distgraph.runtime.profile.op_probes import PreparedProbe
 from distgraph.runtime.profile.probe_programs import probes
-from distgraph.runtime.profile.resource_writer import Measured, write_measured
-from distgraph.runtime.profile.shared_cores import CoreSharing, HostProbe, HostProbes, host_times
+from distgraph.runtime.profile.processor_use import OtherUse, ProcessorWatch
+from distgraph.runtime.profile.resource_writer import FEWEST_ROUNDS, write_measured
+from distgraph.runtime.profile.shared_cores import CoreSharing, HostProbe, HostProbes
 from distgraph.runtime.transport.mpi import MpiTransport
 from distgraph.serialization.atomic_files import write_atomically
 from distgraph.serialization.documents import refuse, shown
 
 _REPEATS: Final = 15
 _SAVE_SECONDS: Final = 1.0
-_FORMAT: Final = 5  # of the store
-_LARGE_BYTES: Final = 2**16  # of messages whose transfer takes longer than their start
+_ATTEMPTS: Final = 2  # rounds in all, as a multiple of those that are wanted undisturbed
+_LARGE_BYTES: Final = 2**20  # of messages whose measurement takes longer than its start
+_LONG: Final = 0.01
+"""An item that takes a larger part of the time limit is measured after `FEWEST_ROUNDS` of the others."""
+_FORMAT: Final = 6  # of the store
+_CLOSE: Final = -1  # in place of the position of an item: the window of the measurements ends
 _CACHED_BYTES: Final = 32 * 2**20  # a larger program is compiled again for every run
 _SCRIPT: Final = """from distgraph.runtime.profile.profiler import rank_main
 from {module} import {name}
@@ -68,7 +70,7 @@ class Request:
         source: resource file or shipped name whose numbers are replaced; "" for the hosts of the ranks.
         ranks: number of ranks of the job.
         seconds: time limit.
-        repeats: number of rounds.
+        repeats: number of rounds beside which other programs use little of the processors.
         fresh: whether to discard earlier measurements.
     """
 
@@ -168,9 +170,8 @@ def _rank(request: Request, host: HostProbes) -> int:
     if leads:
         measured = evaluate(cluster, store.runs, request.ranks)
         write_measured(request.output, request.source, request.ranks, measured)
-        Console(stderr=True).print(
-            f"profile: {request.output} written; {measured.summary()}", highlight=False, soft_wrap=True
-        )
+        for line in (*measured.warnings(), f"profile: {request.output} written; {measured.summary()}"):
+            Console(stderr=True).print(line, highlight=False, markup=False, soft_wrap=True)
     return 0
 
 
@@ -180,7 +181,8 @@ def _format_header(header: Mapping[str, Any]) -> str:
 
 @dataclass(slots=True)
 class Store:
-    """Measurements: key -> subject (works, tasks or message) and seconds of every round (runs)."""
+    """Measurements: key -> subject (works, tasks or message), seconds of every round (runs), and what other
+    programs used of the processors beside each (others)."""
 
     runs: dict[str, dict[str, Any]]
     path: Path | None
@@ -214,9 +216,11 @@ class Store:
                 refuse(ResourceError, str(request.store_path), ["runs", key], expected)
         return cls(runs, request.store_path, header)
 
-    def add(self, key: str, about: Mapping[str, Any], seconds: Sequence[float]) -> None:
+    def add(self, key: str, about: Mapping[str, Any], seconds: Sequence[float], others: OtherUse) -> None:
         """One more round of one key."""
-        self.runs.setdefault(key, {**about, "runs": []})["runs"].append(list(seconds))
+        entry = self.runs.setdefault(key, {**about, "runs": [], "others": []})
+        entry["runs"].append(list(seconds))
+        entry["others"].append(asdict(others))
         if time.monotonic() - self.saved > _SAVE_SECONDS:
             self.save()
 
@@ -251,6 +255,8 @@ class _Profile:
         self.cores, self.host = cores, host
         self.prepared_probes: dict[str, PreparedProbe] = {}
         self.durations: dict[str, float] = {}
+        self.rounds = undisturbed_rounds(store.runs)
+        self.pending: list[tuple[str, dict[str, Any], list[float]]] = []
         self.begin = time.monotonic()
 
     @property
@@ -268,42 +274,78 @@ class _Profile:
                 self.transport.size, limit, shared=self.cores.shared, machines=places
             )
             items += [Item(pattern.name, partial(self.message, pattern)) for pattern in patterns]
-        done = {item.name: self.rounds(item.name) for item in items}
+        watch = ProcessorWatch(self.transport)
         with self.bar() as bar:
             task = bar.add_task("profile", total=len(items) * self.request.repeats)
-            bar.update(task, completed=sum(min(n, self.request.repeats) for n in done.values()))
+            bar.update(task, completed=self.completed(items))
+            chosen = self.choices(items)
             try:
-                for round_ in range(self.request.repeats):
-                    for item in items:
-                        if done[item.name] <= round_ and self.has_time(item):
-                            self.measure(item)
-                            bar.update(task, advance=1, description=item.name.split("/")[0].split(" ")[0])
+                while (choice := self.agreed(lambda: self.next_choice(chosen, watch))) is not None:
+                    if choice == _CLOSE:
+                        self.keep(watch.close())
+                        bar.update(task, completed=self.completed(items))
+                        continue
+                    bar.update(task, description=items[choice].name.split("/")[0].split(" ")[0])
+                    self.measure(items[choice])
             finally:
+                if self.transport is None:  # other ranks may have ended
+                    self.keep(watch.close())
                 self.store.save()
 
-    def rounds(self, name: str) -> int:
-        """How often an item has been measured."""
-        counts = [
-            len(entry["runs"]) for key, entry in self.store.runs.items() if key.partition("|")[2] == name
-        ]
-        return min(counts, default=0)
+    def completed(self, items: Sequence[Item]) -> int:
+        """Number of undisturbed rounds of all items, of those that are wanted."""
+        return sum(min(self.rounds.get(item.name, 0), self.request.repeats) for item in items)
 
-    def has_time(self, item: Item) -> bool:
-        """Whether there is time for an item; the first rank decides for all."""
+    def choices(self, items: Sequence[Item]) -> Iterator[int]:
+        """Positions of the items to measure, as the first rank chooses them, and `_CLOSE` after every round.
+
+        An item whose measurements were disturbed is measured again in later rounds, since what disturbs it
+        mostly lasts for longer than the item.
+        """
+        for round_ in range(_ATTEMPTS * self.request.repeats):
+            needed = min(round_ + 1, self.request.repeats)
+            for position, item in enumerate(items):
+                if self.rounds.get(item.name, 0) < needed and self.has_time(item, round_):
+                    yield position
+            yield _CLOSE
+
+    def next_choice(self, chosen: Iterator[int], watch: ProcessorWatch) -> int | None:
+        """The next of the choices, or `_CLOSE` if the window has lasted long enough; None at the end."""
+        return _CLOSE if self.pending and watch.is_due else next(chosen, None)
+
+    def agreed(self, choose: Callable[[], int | None]) -> int | None:
+        """What the first rank chooses, on all ranks."""
+        choice = choose() if self.rank == 0 else None
+        return choice if self.transport is None else self.transport.broadcast_object(choice, 0)
+
+    def has_time(self, item: Item, round_: int) -> bool:
+        """Whether there is time for an item. Long ones come after some rounds of all others."""
         left = self.request.seconds - (time.monotonic() - self.begin)
-        goes = left > 1.2 * self.durations.get(item.name, self.estimated_seconds(item.name))
-        return goes if self.transport is None else bool(self.transport.broadcast_object(goes, 0))
+        expected = self.expected_seconds(item.name)
+        is_long = expected > _LONG * self.request.seconds
+        return left > 1.2 * expected and not (is_long and round_ < FEWEST_ROUNDS)
 
-    def estimated_seconds(self, name: str) -> float:
-        """Estimated seconds of a message: four times those of a message of a quarter of its size."""
+    def expected_seconds(self, name: str) -> float:
+        """Seconds that an item took last; of a message that was not measured, from those of smaller ones."""
         head, _, size = name.rpartition("/")
-        return 4 * self.durations.get(f"{head}/{int(size) // 4}", 0.0) if size.isdigit() else 0.0
+        if name in self.durations or not size.isdigit() or int(size) == 0:
+            return self.durations.get(name, 0.0)
+        growth = 4 if int(size) > _LARGE_BYTES else 1
+        return growth * self.expected_seconds(f"{head}/{int(size) // 4}")
 
     def measure(self, item: Item) -> None:
         begin = time.monotonic()
-        for key, (about, seconds) in item.run().items():
-            self.store.add(f"{key}|{item.name}", about, seconds)
+        measured = item.run().items()
+        self.pending += [(f"{key}|{item.name}", about, seconds) for key, (about, seconds) in measured]
         self.durations[item.name] = time.monotonic() - begin
+
+    def keep(self, others: OtherUse | None) -> None:
+        """Store what was measured in a window, with what other programs used in it."""
+        pending, self.pending = self.pending, []
+        if others is not None:
+            for key, about, seconds in pending:
+                self.store.add(key, about, seconds, others)
+            self.rounds |= undisturbed_rounds({key: self.store.runs[key] for key, _, _ in pending})
 
     def compute(self, probe: Any) -> dict[str, tuple[dict[str, Any], list[float]]]:
         """Measure one program on all ranks; the slowest rank of each kind of device counts."""
@@ -339,7 +381,7 @@ class _Profile:
         """Measure one collective; the slowest rank counts."""
         assert self.transport is not None
         repeats = 20 if pattern.nbytes <= 2**16 else 4 if pattern.nbytes <= 2**22 else 1
-        run_time = collective_probes.measure(self.transport, pattern, repeats, shared=self.cores.shared)
+        run_time = collective_probes.measure(self.transport, pattern, repeats, self.cores)
         times = self.transport.gather_objects(run_time, 0)
         if times is None:
             return {}
@@ -358,103 +400,3 @@ class _Profile:
         return Progress(
             *columns, console=console, transient=True, disable=self.rank > 0 or not console.is_terminal
         )
-
-
-def evaluate(cluster: Cluster, runs: Mapping[str, Mapping[str, Any]], ranks: int = 1) -> Measured:
-    """Fit the numbers of the resource file to the measurements.
-
-    Args:
-        cluster: the cluster whose numbers are replaced.
-        runs: runs of a `Store`.
-        ranks: number of ranks that measured; with several, links must have been measured.
-
-    Raises:
-        ResourceError: too little was measured.
-    """
-    samples: dict[str, list[tuple[Work, float]]] = {}
-    host_steps: dict[str, list[tuple[int, float]]] = {}
-    timed: list[tuple[collective_probes.Pattern, float]] = []
-    for key, entry in runs.items():
-        average = statistics.median if "message" in entry else statistics.fmean
-        seconds = [average(column) for column in zip(*entry["runs"], strict=True)]
-        if "works" in entry:
-            works = [
-                Work(**(work | {n: tuple(work[n]) for n in ("dims", "patches")})) for work in entry["works"]
-            ]
-            samples.setdefault(key.partition("|")[0], []).extend(zip(works, seconds, strict=True))
-            continue
-        if "tasks" in entry:
-            host_steps.setdefault(key.partition("|")[0], []).append((entry["tasks"], seconds[0]))
-            continue
-        message = entry["message"]
-        groups = tuple(tuple(group) for group in message["groups"])
-        timed.append((collective_probes.Pattern(**message | {"groups": groups}), seconds[0]))
-    kind_of_work = collective_probes.MESSAGE_WORK
-    message_work = next((seconds for pattern, seconds in timed if pattern.kind == kind_of_work), None)
-    timed = [(pattern, seconds) for pattern, seconds in timed if pattern.kind != kind_of_work]
-    shared = max((pattern.work for pattern, _ in timed), default=0.0)
-    sent = [
-        Message(pattern.kind, pattern.groups[0], pattern.groups[1:], pattern.nbytes, seconds)
-        for pattern, seconds in timed
-        if pattern.work == shared and not pattern.overlapped
-    ]
-    if ranks > 1 and not sent:
-        raise ResourceError(
-            f"profile: the seconds sufficed for computation but not for the links between {ranks} ranks; run "
-            f"the same command again, which goes on from there, or give more --seconds"
-        )
-    tables = _tables(cluster, timed, shared)
-    network_busy = _network_busy(tables)
-    compute: dict[str, ComputeFit] = {}
-    for origin, device_samples in samples.items():
-        device = next(device for device in cluster.devices if device.origin == origin)
-        fit = fit_compute(device_samples, device.peak, device.memory_bandwidth)
-        host = host_times(host_steps.get(origin, ()), message_work, network_busy)
-        compute[origin] = replace(fit, compute=replace(fit.compute, host=host))
-    links: LinkFit | None = fit_links(cluster, sent) if sent else None
-    return Measured(compute, links, tuple(tables))
-
-
-def _tables(
-    cluster: Cluster, timed: Iterable[tuple[collective_probes.Pattern, float]], work: float
-) -> list[MeasuredTable]:
-    """Tables of the collectives by their groups: the seconds behind `work` seconds of computation.
-
-    The seconds beside products or without computation, if measured, become `busy`; of messages that were too
-    large to be measured beside products, the same part as of the largest that was.
-    """
-    Curve = dict[float, float]
-    seconds_of: dict[tuple[str, tuple[tuple[int, ...], ...]], tuple[Curve, Curve]] = {}
-    for pattern, seconds in timed:
-        times, busy = seconds_of.setdefault((pattern.kind, pattern.groups), ({}, {}))
-        (busy if pattern.overlapped or pattern.work < work else times)[pattern.nbytes] = seconds
-    tables = []
-    for (kind, groups), (times, busy) in seconds_of.items():
-        device_counts = [Counter(cluster.devices[device].machine for device in group) for group in groups]
-        shapes = {(len(counts), count) for counts in device_counts for count in counts.values()}
-        if len(shapes) > 1 or not times:
-            continue
-        both = sorted(times.keys() & busy.keys())
-        sizes = sorted(size for size in times if not both or size in both or size > both[-1])
-        part = min(1.0, busy[both[-1]] / times[both[-1]]) if both else 0.0
-        column = tuple(min(times[size], busy.get(size, part * times[size])) for size in sizes)
-        measured = tuple(times[size] for size in sizes)
-        tables.append(
-            MeasuredTable(kind, *shapes.pop(), tuple(sizes), measured, None, groups, column if both else None)
-        )
-    return tables
-
-
-def _network_busy(tables: Sequence[MeasuredTable]) -> float | None:
-    """The part of messages between machines that no computation hides: the median over sizes and groups.
-
-    Small messages do not count: what hides of them is less than what their start and end cost.
-    """
-    parts = [
-        busy / seconds
-        for table in tables
-        if table.machines > 1 and table.busy is not None
-        for size, seconds, busy in zip(table.sizes, table.times, table.busy, strict=True)
-        if size >= _LARGE_BYTES
-    ]
-    return statistics.median(parts) if parts else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Final
 
 import yaml
@@ -20,9 +20,13 @@ from distgraph.resources.cluster import MeasuredTable
 from distgraph.resources.load import parse_cluster, read_document
 from distgraph.resources.schema import DEVICE_NUMBERS, LINK_NUMBERS
 from distgraph.resources.units import SIZE, Origin, format_bytes, parse
+from distgraph.runtime.forecast.forecast_error_shares import ASSUMED
 from distgraph.runtime.profile.cost_fitting import ComputeFit, LinkFit
+from distgraph.runtime.profile.processor_use import Disturbance
 from distgraph.serialization.atomic_files import write_atomically
 
+FEWEST_ROUNDS: Final = 3
+"""Rounds of which a median is safe from one bad round."""
 _PROFILED: Final = Origin("measured", None, "distgraph profile")
 
 
@@ -34,11 +38,47 @@ class Measured:
         compute: by origin of the devices in the resource file.
         links: None where there was one rank.
         tables: of collectives on patterns of groups.
+        disturbances: by origin of the devices, and of messages under "": where other programs disturbed the
+            measurements in every round, or it is not known whether they did.
+        rounds: for each measurement, the number of rounds from which its seconds follow.
     """
 
     compute: Mapping[str, ComputeFit]
     links: LinkFit | None
     tables: tuple[MeasuredTable, ...]
+    disturbances: Mapping[str, Disturbance] = field(default_factory=dict)
+    rounds: tuple[int, ...] = ()
+
+    def warnings(self) -> list[str]:
+        """Lines on what may be wrong: parts that other programs may have disturbed, and too few rounds."""
+        lines = []
+        for part, disturbance in self.disturbances.items():
+            subject = f"profile: {part or 'links'}: {disturbance}"
+            if disturbance.disturbed:
+                lines.append(
+                    f"{subject}, in every round; the file states larger errors for their numbers. End the "
+                    "other programs and run the same command again, which repeats these measurements"
+                )
+            else:
+                lines.append(f"{subject}; whether they were disturbed is not known")
+        few = sum(rounds < FEWEST_ROUNDS for rounds in self.rounds)
+        if few:
+            lines.append(
+                f"profile: {few} of {len(self.rounds)} measurements have fewer than {FEWEST_ROUNDS} "
+                "undisturbed rounds, so one bad round can decide their numbers; run the same command again, "
+                "which adds rounds"
+            )
+        return lines
+
+    def origin(self, part: str, error: float | None = None) -> Origin:
+        """Origin of the numbers of a part, see `disturbances`, whose fit has this error."""
+        disturbance = self.disturbances.get(part)
+        if disturbance is None:
+            return replace(_PROFILED, error=error)
+        if disturbance.disturbed:
+            error = (ASSUMED["measured"] if error is None else error) + disturbance.error
+        error = None if error is None else round(error, 3)
+        return replace(_PROFILED, error=error, source=f"{_PROFILED.source}, {disturbance}")
 
     def summary(self) -> str:
         """One line on the errors of the fits."""
@@ -114,11 +154,12 @@ def _apply(document: dict[str, Any], measured: Measured) -> None:
             rates.update({dtype: f"{rate / 1e9:.5g} GFLOP/s" for dtype, rate in fitted.measured.items()})
         entry["compute"] = _entry(fitted.compute)
         stated = {"compute": True, "memory_bandwidth": fitted.memory_bandwidth, "measured": fitted.measured}
-        set_origins(entry, {name: _PROFILED for name, given in stated.items() if given})
+        set_origins(entry, {name: measured.origin(origin) for name, given in stated.items() if given})
     if measured.links is not None:
-        _apply_links(document, measured.links)
+        origins = {name: measured.origin("", round(error, 3)) for name, error in measured.links.error.items()}
+        _apply_links(document, measured.links, origins)
     if measured.tables:
-        new = [{**_entry(table), "origin": str(_PROFILED)} for table in measured.tables]
+        new = [{**_entry(table), "origin": str(measured.origin(""))} for table in measured.tables]
         document["measured"] = [
             entry
             for entry in document.get("measured", [])
@@ -126,8 +167,7 @@ def _apply(document: dict[str, Any], measured: Measured) -> None:
         ] + new
 
 
-def _apply_links(document: dict[str, Any], links: LinkFit) -> None:
-    origins = {name: replace(_PROFILED, error=round(error, 3)) for name, error in links.error.items()}
+def _apply_links(document: dict[str, Any], links: LinkFit, origins: Mapping[str, Origin]) -> None:
     document["launch"], document["origin"] = format_time(links.launch), str(origins["latency"])
     formats = {"latency": (links.latency, format_time), "bandwidth": (links.bandwidth, format_bandwidth)}
     for name, (fitted, write) in formats.items():

@@ -8,6 +8,9 @@ what it adds to the computation: ranks reach it one after the other, do not get 
 wait for each other. The time without computation before it is the work of the ranks themselves, which no
 overlap hides. Of a message between machines, that is what it adds to products that are computed between its
 start and the wait for it: the processor moves its bytes, or it waits until the program comes back to it.
+Where a control group limits a rank, runs begin and end when its quota for a period is used up. A rank that
+waits for a message saves quota, and computes with it at full speed afterwards: at another moment, a few
+milliseconds of work would appear to take half or twice as long.
 `benchmarks/HISTORY.md` has the measurements behind these rules.
 """
 
@@ -25,6 +28,7 @@ import numpy as np
 from distgraph.resources.host_times import HostTimes
 from distgraph.runtime.profile.cost_fitting import expected
 from distgraph.runtime.transport import collectives
+from distgraph.runtime.transport.core_binding import cpu_quota, quota_period
 from distgraph.runtime.transport.mpi import MpiTransport
 from distgraph.runtime.transport.transport import Group, Transport
 
@@ -34,6 +38,7 @@ MOST_WORK_SECONDS: Final = 0.25
 """Processor seconds of the products beside a message, at most: longer than most ops."""
 _WORK_EDGE: Final = 128  # rows and columns of the matrices that are multiplied as computation
 _MOST_RUNS: Final = 10  # behind computation, or beside it
+_PERIODS: Final = 3  # of a quota: the most for which a rank computes until its quota is used up
 _MINIMUM: Final = 1e-6  # seconds; lower bound of a difference of two noisy times
 
 
@@ -58,10 +63,12 @@ class RunTime:
     Attributes:
         seconds: wall time including the computation before the collective; 0.0 on a rank outside all groups.
         work: processor seconds of that computation and of writing the buffer; 0.0 if `seconds` excludes them.
+        alone: wall time of computation that `seconds` includes, where it was measured itself.
     """
 
     seconds: float
     work: float = 0.0
+    alone: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +78,12 @@ class CoreSharing:
     Attributes:
         shares: for each rank, the number of ranks on its core.
         bound: whether this rank is bound to one core.
+        period: seconds in which the control group of this rank may use its quota once; 0.0 without a quota.
     """
 
     shares: tuple[float, ...] = (1.0,)
     bound: bool = False
+    period: float = 0.0
 
     @classmethod
     def of(cls, transport: MpiTransport | None) -> CoreSharing:
@@ -82,7 +91,8 @@ class CoreSharing:
         if transport is None:
             return cls()
         shares = transport.broadcast_object(transport.gather_objects(transport.binding.share, 0), 0)
-        return cls(tuple(shares), transport.binding.bound)
+        group, _ = cpu_quota()
+        return cls(tuple(shares), transport.binding.bound, quota_period(group) if group else 0.0)
 
     @property
     def shared(self) -> bool:
@@ -96,9 +106,9 @@ class CoreSharing:
 
     def added_seconds(self, times: Sequence[RunTime]) -> float:
         """Seconds that a collective adds to a step on the slowest rank, without computation on its core."""
-        work = fmean(time.work for time in times)
+        work, alone = fmean(time.work for time in times), fmean(time.alone for time in times)
         pairs = zip(times, self.shares, strict=True)
-        return max(_MINIMUM, *(time.seconds - share * work for time, share in pairs))
+        return max(_MINIMUM, *(time.seconds - share * work - alone for time, share in pairs))
 
 
 def write(sent: Any) -> None:
@@ -113,7 +123,12 @@ class Started(Protocol):
 
 
 def behind_work(
-    start: Callable[[], Started] | None, sent: Any, repeats: int, trips: int, seconds: float
+    start: Callable[[], Started] | None,
+    sent: Any,
+    repeats: int,
+    trips: int,
+    seconds: float,
+    period: float = 0.0,
 ) -> RunTime:
     """Mean time over runs, each behind computation. Ranks outside all groups compute, too.
 
@@ -123,8 +138,10 @@ def behind_work(
         repeats: number of runs, of which at most ten are made.
         trips: messages that follow one another in one run.
         seconds: processor seconds of the computation.
+        period: of the quota of this rank; see `CoreSharing`.
     """
     repeats, product = min(repeats, _MOST_RUNS), _product()
+    _use_up_quota(product, period)
     begin, work = time.perf_counter(), 0.0
     for _ in range(repeats):
         begun = time.thread_time()
@@ -135,22 +152,26 @@ def behind_work(
         work += time.thread_time() - begun
         if start is not None:
             start().wait()
+    work += _use_up_quota(product, period)
     elapsed = 0.0 if start is None else time.perf_counter() - begin
     return RunTime(elapsed / repeats / trips, work / repeats / trips)
 
 
-def under_work(start: Callable[[], Started] | None, sent: Any, repeats: int, seconds: float) -> RunTime:
+def under_work(
+    start: Callable[[], Started] | None, sent: Any, repeats: int, seconds: float, period: float = 0.0
+) -> RunTime:
     """Mean time over runs, each with products between the start of the collective and the wait for it.
 
-    The same products are timed alone before each run, because the processor time of those beside a message
-    may include that of the kernel for the message. During the products the program calls nothing else, as
-    during one op.
+    The same products are timed alone before each run, by both clocks: the processor time of those beside a
+    message may include that of the kernel for the message, and how long a processor second takes depends on
+    who else computes at the time. During the products the program calls nothing else, as during one op.
 
     Args:
         start: starts the collective; None on a rank outside all groups.
         sent: array that is written before each run.
         repeats: number of runs, of which at most ten are made.
         seconds: processor seconds of the products.
+        period: of the quota of this rank; see `CoreSharing`.
     """
     repeats, product = min(repeats, _MOST_RUNS), _product()
     begun, count = time.thread_time(), 0
@@ -158,23 +179,47 @@ def under_work(start: Callable[[], Started] | None, sent: Any, repeats: int, sec
         product()
         count += 1
     count = max(1, round(count * seconds / (time.thread_time() - begun)))
-    begin, work = time.perf_counter(), 0.0
+    _use_up_quota(product, period)
+    begin, wall, processor, work = time.perf_counter(), 0.0, 0.0, 0.0
     for _ in range(repeats):
-        begun = time.thread_time()
+        begun, begun_processor = time.perf_counter(), time.thread_time()
         for _ in range(count):
             product()
-        work += 2 * (time.thread_time() - begun)  # alone and beside the message
-        begun = time.thread_time()
+        work += time.thread_time() - begun_processor  # that of the same products beside the message
+        _use_up_quota(product, period)
+        wall += time.perf_counter() - begun
+        processor += time.thread_time() - begun_processor
+        begun_processor = time.thread_time()
         if sent is not None:
             write(sent)
-        work += time.thread_time() - begun
+        work += time.thread_time() - begun_processor
         started = None if start is None else start()
         for _ in range(count):
             product()
         if started is not None:
             started.wait()
+        work += _use_up_quota(product, period)
     elapsed = 0.0 if start is None else time.perf_counter() - begin
-    return RunTime(elapsed / repeats, work / repeats)
+    return RunTime(elapsed / repeats, alone=(wall + work * wall / processor) / repeats)
+
+
+def _use_up_quota(product: Callable[[], Any], period: float) -> float:
+    """Compute until the control group of this rank has used up its quota; processor seconds of it.
+
+    A product that takes longer than its processor time was interrupted, which without other programs means
+    that the rank had to wait for the next period.
+    """
+    if not period:
+        return 0.0
+    wall, processor = time.perf_counter(), time.thread_time()
+    begun, end = processor, wall + _PERIODS * period
+    while wall < end:
+        product()
+        now, used = time.perf_counter(), time.thread_time()
+        if (now - wall) - (used - processor) > period / 10:
+            return used - begun
+        wall, processor = now, used
+    return processor - begun
 
 
 def _product() -> Callable[[], Any]:

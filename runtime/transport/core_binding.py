@@ -89,6 +89,13 @@ def cpu_quota() -> tuple[str, float]:
     return tightest
 
 
+def quota_period(group: str) -> float:
+    """Seconds of the period in which a control group may use its quota once; 0.0 where none is stated."""
+    text = _read(Path(group) / "cpu.max").strip().partition(" ")[2]
+    text = text or _read(Path(group) / "cpu.cfs_period_us").strip()
+    return float(text) / 1e6 if text else 0.0
+
+
 def _folders() -> list[tuple[Path, Path]]:
     """Folders of the process's groups that may limit processor time, each with the root of its hierarchy."""
     folders = []

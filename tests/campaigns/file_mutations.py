@@ -40,7 +40,8 @@ from distgraph.runtime.execute.measured_timeline import (
     MeasuredStep,
     MeasuredTimeline,
 )
-from distgraph.runtime.profile.profiler import Request, Store, evaluate
+from distgraph.runtime.profile.evaluation import evaluate
+from distgraph.runtime.profile.profiler import Request, Store
 from distgraph.runtime.report.chrome_trace import measured_events
 
 ROOT = Path(__file__).parents[2]
@@ -352,12 +353,24 @@ def _measured() -> list[Sample]:
     }  # fmt: skip
     send = {"kind": "all_reduce", "groups": [[0, 1]], "nbytes": 1024, "work": 0.0}
     entries = {
-        "machines[0].devices|einsum/8": {"works": [work], "runs": [[1e-4], [2e-4]]},
-        "machines[0].devices|beside": {"tasks": 3, "runs": [[1e-5]]},
-        "|all_reduce/0-1/1024": {"message": send, "runs": [[3e-5]]},
-        "|all_reduce/0-1/4096": {"message": {**send, "nbytes": 4096}, "runs": [[5e-5]]},
+        "machines[0].devices|einsum/8": {
+            "works": [work],
+            "runs": [[1e-4], [2e-4]],
+            "others": [{"host": "a", "share": 0.1}, {"host": "a", "share": 0.0}],
+        },
+        "machines[0].devices|beside": {
+            "tasks": 3,
+            "runs": [[1e-5]],
+            "others": [{"host": "a", "share": None}],
+        },
+        "|all_reduce/0-1/1024": {"message": send, "runs": [[3e-5]], "others": [{"host": "a", "share": 0.0}]},
+        "|all_reduce/0-1/4096": {
+            "message": {**send, "nbytes": 4096},
+            "runs": [[5e-5]],
+            "others": [{"host": "a", "share": 0.0}],
+        },
     }
-    header = {"source": "", "ranks": 2, "places": "1 ranks a core", "format": 4}
+    header = {"source": "", "ranks": 2, "places": "1 ranks a core", "format": 6}
     text = json.dumps({"header": header, "runs": entries}, indent=1)
     return [
         Sample("timeline", "timeline.json", timeline, _timeline),

@@ -6,6 +6,7 @@ import ast
 from functools import partial
 from itertools import count
 
+import numpy as np
 import pytest
 from support.paths import BENCHMARKS, ROOT
 
@@ -13,7 +14,7 @@ from distgraph.ir.op_registry import flops as flops_of
 from distgraph.resources import load_cluster
 from distgraph.runtime.profile import op_probes as probing
 from distgraph.runtime.profile import probe_programs as programs
-from distgraph.runtime.profile.op_probes import PreparedProbe
+from distgraph.runtime.profile.op_probes import PreparedProbe, medians
 from distgraph.runtime.profile.probe_programs import probes
 
 
@@ -89,3 +90,10 @@ def test_every_class_of_ops_is_met_with_little_and_with_much_work() -> None:
     moving = {"scatter_add", "take", "one_hot", "pick", "concat", "pad", "transpose"}
     assert ordering | moving | {"reduce_sum", "reduce_max", "conv", "attention", "embedding"} <= set(kinds)
     assert all(max(kinds[kind]) > 1e3 * min(kinds[kind]) for kind in ordering | {"scatter_add", "reduce_max"})
+
+
+def test_an_interrupted_short_op_does_not_count() -> None:
+    """The first op is short, so 5 ms are an interruption; without another run it takes as long as before."""
+    usual = np.array([2e-5, 3e-3])
+    assert medians(np.array([[5e-3, 6e-3], [3e-5, 6e-3]]), usual) == [3e-5, 6e-3]
+    assert medians(np.array([[5e-3, 6e-3]]), usual) == [2e-5, 6e-3]

@@ -20,9 +20,11 @@ from distgraph.runtime.profile import profiler as profiling
 from distgraph.runtime.profile.collective_probes import (
     MESSAGE_WORK,
 )
+from distgraph.runtime.profile.evaluation import evaluate
 from distgraph.runtime.profile.op_probes import PreparedProbe
 from distgraph.runtime.profile.probe_programs import probes
-from distgraph.runtime.profile.profiler import Request, Store, evaluate, profile
+from distgraph.runtime.profile.processor_use import OtherUse
+from distgraph.runtime.profile.profiler import Request, Store, profile
 from distgraph.runtime.profile.resource_writer import write_measured
 
 
@@ -34,6 +36,23 @@ def fewer(monkeypatch: pytest.MonkeyPatch) -> None:
         if p.name in ("matmul/f32/small", "perceptron/24x112", "stream/192", "stream/49152", "stream/786432")
     )
     monkeypatch.setattr(profiling, "probes", lambda: chosen)
+    share_by_others(monkeypatch, 0.0)
+
+
+def share_by_others(monkeypatch: pytest.MonkeyPatch, *shares: float | None) -> None:
+    """Have other programs use these shares of the processors in the windows, the last one from then on."""
+    left = list(shares)
+
+    class Watch:
+        is_due = False
+
+        def __init__(self, transport: object) -> None:
+            pass
+
+        def close(self) -> OtherUse:
+            return OtherUse("here", left.pop(0) if len(left) > 1 else left[0])
+
+    monkeypatch.setattr(profiling, "ProcessorWatch", Watch)
 
 
 def test_command_writes_a_file_that_a_cost_can_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +93,8 @@ def test_resumed_profile_measures_only_what_is_left(tmp_path: Path, monkeypatch:
 
     kept = json.loads(before)
     key = next(key for key in kept["runs"] if key.endswith("|perceptron/24x112"))
-    kept["runs"][key]["runs"].pop()  # as if interrupted there
+    for rounds in ("runs", "others"):
+        kept["runs"][key][rounds].pop()  # as if interrupted there
     request.store_path.write_text(json.dumps(kept))
     profile(request)
     assert len(runs) == 1
@@ -171,3 +191,62 @@ def test_what_a_rank_is_busy_with_for_a_message_goes_to_its_device(tmp_path: Pat
     path = tmp_path / "here.yaml"
     write_measured(str(path), "", 2, found)
     assert load_cluster(path).devices[1].compute.host.message == pytest.approx(4e-5)
+
+
+def test_disturbed_measurements_are_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rounds are wanted, and the first is disturbed: a third one is made, and the file says nothing."""
+    fewer(monkeypatch)
+    share_by_others(monkeypatch, 0.4, 0.0)
+    request = Request(str(tmp_path / "mine.yaml"), seconds=60.0, repeats=2)
+    profile(request)
+    entries = Store.open(request).runs.values()
+    assert all([use["share"] for use in entry["others"]] == [0.4, 0.0, 0.0] for entry in entries)
+    assert "other programs" not in Path(request.output).read_text()
+
+
+def test_what_could_not_be_measured_undisturbed_is_stated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fewer(monkeypatch)
+    share_by_others(monkeypatch, 0.4)
+    request = Request(str(tmp_path / "mine.yaml"), seconds=60.0, repeats=2)
+    profile(request)
+    entries = Store.open(request).runs.values()
+    assert all(len(entry["runs"]) == 4 for entry in entries)  # twice as many rounds, and no more
+    stated = f"other programs used 40% of the processors of here during {len(entries)} of {len(entries)}"
+    assert f"profile: machines[0].devices: {stated} measurements, in every round" in capsys.readouterr().err
+    origin = load_cluster(request.output).origin_of("machines[0].devices.compute.launch")
+    assert origin.error == pytest.approx(0.1 + 0.4)
+    assert stated in origin.source
+
+    share_by_others(monkeypatch, 0.0)  # the same command, once the other programs have ended
+    profile(request)
+    assert all(len(entry["runs"]) == 6 for entry in Store.open(request).runs.values())
+    assert "other programs" not in capsys.readouterr().err + Path(request.output).read_text()
+
+
+def test_a_profile_says_that_other_programs_could_not_be_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fewer(monkeypatch)
+    share_by_others(monkeypatch, None)
+    request = Request(str(tmp_path / "mine.yaml"), seconds=60.0, repeats=1)
+    profile(request)
+    assert all(len(entry["runs"]) == 1 for entry in Store.open(request).runs.values())
+    assert "use by other programs could not be read on here during" in capsys.readouterr().err
+    origin = load_cluster(request.output).origin_of("machines[0].devices.compute.launch")
+    assert (origin.error, "could not be read on here" in origin.source) == (None, True)
+
+
+def test_undisturbed_rounds_are_fitted() -> None:
+    """Of three rounds the two undisturbed ones count; if there are none, the less disturbed half does."""
+    given = Compute(2e-6, 0.5, 0.5, {"f32": MatmulRate(0.5, (10.0, 10.0, 10.0))})
+    samples = works_of(given, 20e9, {"f32": 2e11})
+    times = [seconds for _, seconds in samples]
+    runs = [[9 * t for t in times], times, times]
+    entry = {"works": [asdict(work) for work, _ in samples], "runs": runs}
+    for shares in ((0.3, 0.0, 0.05), (0.3, 0.2, 0.2)):
+        others = [{"host": "a", "share": share} for share in shares]
+        found = evaluate(load_cluster("local"), {"machines[0].devices|all": entry | {"others": others}})
+        assert found.compute["machines[0].devices"].compute.launch == pytest.approx(2e-6, rel=0.05)
+        assert ("machines[0].devices" in found.disturbances) == (shares[1] > 0.05)

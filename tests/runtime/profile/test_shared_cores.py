@@ -57,11 +57,50 @@ def test_a_message_beside_products_takes_what_they_do_not_hide(monkeypatch: pyte
         return start
 
     monkeypatch.setattr(shared_cores, "_product", lambda: product)
-    added = CoreSharing((1.5,)).added_seconds
+    added = CoreSharing((1.0,)).added_seconds  # the share that others leave is measured, not assumed
     assert added([under_work(message(1.0, alone=False), None, 3, 1.2)]) == pytest.approx(1.0)
     assert added([under_work(message(1.0, alone=True), None, 3, 1.2)]) < 1e-5
     assert added([under_work(message(2.0, alone=True), None, 3, 1.2)]) == pytest.approx(0.2)
-    assert under_work(None, None, 1, 1.2) == RunTime(0.0, pytest.approx(2.4))
+    assert under_work(None, None, 1, 1.2) == RunTime(0.0, alone=pytest.approx(3.6))
+
+
+class Quota:
+    """Clocks of a rank that may compute for 5 ms of every 10 ms, and whose products take 1 ms."""
+
+    def __init__(self) -> None:
+        self.wall, self.processor, self.left = 0.0, 0.0, 5
+
+    def product(self) -> None:
+        if not self.left:
+            self.wait(0.0)
+        self.left -= 1
+        self.processor += 1e-3
+        self.wall += 1e-3
+
+    def wait(self, seconds: float) -> None:
+        """Without computing, at least to the next period if nothing is left."""
+        period = int(self.wall / 1e-2 + 1e-6)
+        self.wall = max(self.wall + seconds, 0.0 if self.left else (period + 1) * 1e-2)
+        if int(self.wall / 1e-2 + 1e-6) > period:
+            self.left = 5
+
+
+@pytest.mark.parametrize("before", range(5))
+def test_a_quota_does_not_change_what_a_message_adds(monkeypatch: pytest.MonkeyPatch, before: int) -> None:
+    """Wherever in a period the runs begin, 30 ms of waiting add 30 ms."""
+    clock = Quota()
+    clocks = {"perf_counter": lambda: clock.wall, "thread_time": lambda: clock.processor}
+    monkeypatch.setattr(shared_cores, "time", SimpleNamespace(**clocks))
+    monkeypatch.setattr(shared_cores, "_product", lambda: clock.product)
+    for _ in range(before):
+        clock.product()
+    added = CoreSharing((2.0,), period=0.01).added_seconds
+
+    def start() -> Any:
+        return SimpleNamespace(wait=lambda: clock.wait(0.03))
+
+    assert added([behind_work(start, None, 4, 1, 0.002, 0.01)]) == pytest.approx(0.03, abs=0.003)
+    assert added([under_work(start, None, 4, 0.02, 0.01)]) == pytest.approx(0.03, abs=0.003)
 
 
 def test_a_store_names_how_ranks_share_cores() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from distgraph.runtime.transport import core_binding
-from distgraph.runtime.transport.core_binding import CoreBinding, cpu_quota
+from distgraph.runtime.transport.core_binding import CoreBinding, cpu_quota, quota_period
 
 
 def system(folder: Path, process: str, files: dict[str, str]) -> tuple[Path, Path]:
@@ -78,3 +78,11 @@ class Ranks:
 )
 def test_ranks_a_core_count_what_groups_grant(quotas: list[tuple[str, float]], share: float) -> None:
     assert CoreBinding(Ranks(quotas)).share == share
+
+
+def test_period_of_a_quota(tmp_path: Path) -> None:
+    (tmp_path / "cpu.cfs_period_us").write_text("10000\n")
+    assert quota_period(str(tmp_path)) == 0.01
+    (tmp_path / "cpu.max").write_text("50000 100000\n")
+    assert quota_period(str(tmp_path)) == 0.1
+    assert quota_period(str(tmp_path / "none")) == 0.0

@@ -1,0 +1,185 @@
+"""From the measurements of a profile to the numbers of a resource file.
+
+*In:* the cluster that was profiled, and the runs of a store.
+*Out:* `Measured`.
+*Invariant:* the fits use the mean over rounds for ops, whose sum is a step, and the median for messages,
+whose times have long tails. Rounds that other programs disturbed do not count, unless they disturbed all.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from distgraph.errors import ResourceError
+from distgraph.resources import Cluster
+from distgraph.resources.cluster import MeasuredTable
+from distgraph.runtime.forecast.op_cost import Work
+from distgraph.runtime.profile import collective_probes
+from distgraph.runtime.profile.cost_fitting import ComputeFit, LinkFit, Message, fit_compute, fit_links
+from distgraph.runtime.profile.measurements import kept_runs, other_uses
+from distgraph.runtime.profile.processor_use import Disturbance, OtherUse
+from distgraph.runtime.profile.resource_writer import Measured
+from distgraph.runtime.profile.shared_cores import host_times
+
+_LARGE_BYTES: Final = 2**16  # of messages whose transfer takes longer than their start
+_LARGEST: Final = 3  # sizes of messages that tell which part computation hides of larger ones
+
+
+def evaluate(cluster: Cluster, runs: Mapping[str, Mapping[str, Any]], ranks: int = 1) -> Measured:
+    """Fit the numbers of the resource file to the measurements.
+
+    Args:
+        cluster: the cluster whose numbers are replaced.
+        runs: runs of a `Store`.
+        ranks: number of ranks that measured; with several, links must have been measured.
+
+    Raises:
+        ResourceError: too little was measured.
+    """
+    samples: dict[str, list[tuple[Work, float]]] = {}
+    host_steps: dict[str, list[tuple[int, float]]] = {}
+    timed: list[tuple[collective_probes.Pattern, float]] = []
+    for key, entry in runs.items():
+        average = statistics.median if "message" in entry else statistics.fmean
+        seconds = [average(column) for column in zip(*kept_runs(entry), strict=True)]
+        if "works" in entry:
+            works = [
+                Work(**(work | {n: tuple(work[n]) for n in ("dims", "patches")})) for work in entry["works"]
+            ]
+            samples.setdefault(key.partition("|")[0], []).extend(zip(works, seconds, strict=True))
+            continue
+        if "tasks" in entry:
+            host_steps.setdefault(key.partition("|")[0], []).append((entry["tasks"], seconds[0]))
+            continue
+        message = entry["message"]
+        groups = tuple(tuple(group) for group in message["groups"])
+        timed.append((collective_probes.Pattern(**message | {"groups": groups}), seconds[0]))
+    kind_of_work = collective_probes.MESSAGE_WORK
+    message_work = next((seconds for pattern, seconds in timed if pattern.kind == kind_of_work), None)
+    timed = [(pattern, seconds) for pattern, seconds in timed if pattern.kind != kind_of_work]
+    shared = max((pattern.work for pattern, _ in timed), default=0.0)
+    sent = [
+        Message(pattern.kind, pattern.groups[0], pattern.groups[1:], pattern.nbytes, seconds)
+        for pattern, seconds in timed
+        if pattern.work == shared and not pattern.overlapped
+    ]
+    if ranks > 1 and not sent:
+        raise ResourceError(
+            f"profile: the seconds sufficed for computation but not for the links between {ranks} ranks; run "
+            f"the same command again, which goes on from there, or give more --seconds"
+        )
+    tables = _tables(cluster, timed, shared)
+    network_busy = _network_busy(tables)
+    compute: dict[str, ComputeFit] = {}
+    for origin, device_samples in samples.items():
+        device = next(device for device in cluster.devices if device.origin == origin)
+        fit = fit_compute(device_samples, device.peak, device.memory_bandwidth)
+        host = host_times(host_steps.get(origin, ()), message_work, network_busy)
+        compute[origin] = replace(fit, compute=replace(fit.compute, host=host))
+    links: LinkFit | None = fit_links(cluster, sent) if sent else None
+    disturbances = {
+        part: disturbed
+        for part in dict.fromkeys(map(part_of, runs))
+        if (disturbed := disturbance([entry for key, entry in runs.items() if part_of(key) == part]))
+    }
+    rounds = [len(kept_runs(entry)) for entry in runs.values()]
+    return Measured(compute, links, tuple(tables), disturbances, tuple(rounds))
+
+
+def part_of(key: str) -> str:
+    """The devices of a key of a store, by their path in the resource file; "" for messages."""
+    return key.partition("|")[0]
+
+
+def disturbance(entries: Sequence[Mapping[str, Any]]) -> Disturbance | None:
+    """What other programs used beside the measurements of a part, if they disturbed some or it is unknown."""
+    disturbed: list[OtherUse] = []
+    unknown: list[OtherUse] = []
+    for entry in entries:
+        uses = other_uses(entry)
+        if all(use.disturbs for use in uses):
+            disturbed.append(min(uses, key=lambda use: use.share or 0.0))
+        elif all(use.share is None or use.disturbs for use in uses):
+            unknown += [use for use in uses if use.share is None][:1]
+    if not disturbed and not unknown:
+        return None
+    hosts = Counter(use.host for use in disturbed or unknown)
+    share = statistics.fmean(use.share or 0.0 for use in disturbed) if disturbed else 0.0
+    return Disturbance(hosts.most_common(1)[0][0], share, len(disturbed), len(unknown), len(entries))
+
+
+def _tables(
+    cluster: Cluster, timed: Iterable[tuple[collective_probes.Pattern, float]], work: float
+) -> list[MeasuredTable]:
+    """Tables of the collectives by their groups: the seconds behind `work` seconds of computation.
+
+    The seconds beside products or without computation, if measured, become `busy`; of messages that were too
+    large to be measured beside products, the median part of the largest that were. Between machines, parts
+    of neighbours are combined (`_with_parts_of_neighbours`).
+    """
+    Curve = dict[float, float]
+    seconds_of: dict[tuple[str, tuple[tuple[int, ...], ...]], tuple[Curve, Curve]] = {}
+    for pattern, seconds in timed:
+        times, busy = seconds_of.setdefault((pattern.kind, pattern.groups), ({}, {}))
+        (busy if pattern.overlapped or pattern.work < work else times)[pattern.nbytes] = seconds
+    tables = []
+    for (kind, groups), (times, busy) in seconds_of.items():
+        device_counts = [Counter(cluster.devices[device].machine for device in group) for group in groups]
+        shapes = {(len(counts), count) for counts in device_counts for count in counts.values()}
+        if len(shapes) > 1 or not times:
+            continue
+        both = sorted(times.keys() & busy.keys())
+        sizes = sorted(size for size in times if not both or size in both or size > both[-1])
+        parts = [min(1.0, busy[size] / times[size]) for size in both[-_LARGEST:]]
+        part = statistics.median(parts) if parts else 0.0
+        column = tuple(min(times[size], busy.get(size, part * times[size])) for size in sizes)
+        measured = tuple(times[size] for size in sizes)
+        tables.append(
+            MeasuredTable(kind, *shapes.pop(), tuple(sizes), measured, None, groups, column if both else None)
+        )
+    return [_with_parts_of_neighbours(table, tables) for table in tables]
+
+
+def _with_parts_of_neighbours(table: MeasuredTable, tables: Sequence[MeasuredTable]) -> MeasuredTable:
+    """A table whose messages between machines, from 64 KiB on, are busy for the median part of neighbours.
+
+    Neighbours are the messages of the same collective, of a quarter to four times the size, between as many
+    machines and devices. The part follows from two differences of noisy times, and one that is too small
+    would forecast a gain of overlap; the time of a message is less noisy, and stays as it was measured.
+    """
+    if table.machines == 1 or table.busy is None:
+        return table
+    shape = (table.collective, table.machines, table.devices_per_machine)
+    parts = [
+        (size, busy / seconds)
+        for other in tables
+        if (other.collective, other.machines, other.devices_per_machine) == shape and other.busy is not None
+        for size, seconds, busy in zip(other.sizes, other.times, other.busy, strict=True)
+        if size >= _LARGE_BYTES
+    ]
+    busy = tuple(
+        seconds * statistics.median(part for near, part in parts if size / 4 <= near <= size * 4)
+        if size >= _LARGE_BYTES
+        else before
+        for size, seconds, before in zip(table.sizes, table.times, table.busy, strict=True)
+    )
+    return replace(table, busy=busy)
+
+
+def _network_busy(tables: Sequence[MeasuredTable]) -> float | None:
+    """The part of messages between machines that no computation hides: the median over sizes and groups.
+
+    Small messages do not count: what hides of them is less than what their start and end cost.
+    """
+    parts = [
+        busy / seconds
+        for table in tables
+        if table.machines > 1 and table.busy is not None
+        for size, seconds, busy in zip(table.sizes, table.times, table.busy, strict=True)
+        if size >= _LARGE_BYTES
+    ]
+    return statistics.median(parts) if parts else None
