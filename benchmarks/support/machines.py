@@ -8,7 +8,10 @@
 absent. Ranks of one machine share memory; ranks of different machines meet over TCP on 10.77.0.0/24. Every
 machine has a host name of its own, so that distgraph tells them apart. Nothing leaves this computer.
 
-mpiexec starts this file in place of ssh (`-launcher-exec`), with the address of a machine and a command.
+mpiexec and distgraph start this file in place of ssh (`-launcher-exec`), with the address of a machine and a
+command. As with ssh, input and output of the command pass through the network, so that nothing comes from a
+machine whose link is down, its end neither. Those of the proxies of mpiexec do not: these open connections of
+their own.
 """
 
 from __future__ import annotations
@@ -17,8 +20,10 @@ import contextlib
 import fcntl
 import os
 import re
+import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -35,6 +40,8 @@ _SPACE = re.compile(
     r"dgm\d+"
 )  # network namespaces and control groups of machines; their links are dgv0, dgv1, ...
 _IFF_UP = 0x1  # <linux/if.h>
+_PROXY = "hydra_pmi_proxy"
+_CONNECT_SECONDS = 10.0
 _TRIED = f"dgtry{os.getpid()}"
 _PERIOD = 10_000  # microseconds in which a machine may use its share: short, so that steps vary little
 
@@ -111,11 +118,16 @@ class Network:
 
     def kill(self, machine: int) -> None:
         """Kill all processes of a machine."""
-        while pids := _run("ip", "netns", "pids", f"dgm{machine}").split():
-            for pid in pids:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(pid), signal.SIGKILL)
+        while self.send_signal(machine, signal.SIGKILL):
             time.sleep(0.01)
+
+    def send_signal(self, machine: int, number: signal.Signals) -> int:
+        """Send a signal to all processes of a machine. Returns how many there are."""
+        pids = _run("ip", "netns", "pids", f"dgm{machine}").split()
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), number)
+        return len(pids)
 
 
 def launch_environment() -> dict[str, str]:
@@ -257,7 +269,7 @@ def _run(*words: str, check: bool = True) -> str:
 
 
 def _enter(argv: Sequence[str]) -> None:
-    """What mpiexec starts in place of ssh: OPTIONS... ADDRESS COMMAND...; does not return."""
+    """What is started in place of ssh: OPTIONS... ADDRESS COMMAND...; does not return."""
     words = list(argv)
     while words[0].startswith("-"):
         words.pop(0)
@@ -270,10 +282,55 @@ def _enter(argv: Sequence[str]) -> None:
     # `ip netns exec` mounts a /sys without control groups, in which a rank would not find its share of cores.
     kept = "/dev/shm/cgroup"
     before = f"mount -t tmpfs none /dev/shm; mkdir {kept}; mount --rbind /sys/fs/cgroup {kept}"
-    after = f'mount --rbind {kept} /sys/fs/cgroup; umount -l {kept}; rmdir {kept}; exec "$@"'
+    after = f"mount --rbind {kept} /sys/fs/cgroup; umount -l {kept}; rmdir {kept}; "
     entered = f'exec ip netns exec dgm{machine} bash -c "$0" rank {" ".join(words[1:])}'
     script = f"hostname m{machine}; {before}; {entered}"
-    os.execvp("unshare", ["unshare", "--uts", "--ipc", "--mount", "bash", "-c", script, after])
+    command = ["unshare", "--uts", "--ipc", "--mount", "bash", "-c", script]
+    if any(_PROXY in word for word in words):
+        os.execvp("unshare", [*command, f'{after}exec "$@"'])
+    _run_through_network(command, after)
+
+
+def _run_through_network(command: Sequence[str], prepare: str) -> None:
+    """Run a command of a machine with a connection as its input and output; does not return.
+
+    Args:
+        command: runs a script, its last argument, in the machine.
+        prepare: what the script does before it runs the arguments that the command gives it.
+    """
+    with socket.create_server((f"{NETWORK}.254", 0)) as server:
+        server.settimeout(_CONNECT_SECONDS)
+        connect = f"exec <>/dev/tcp/{NETWORK}.254/{server.getsockname()[1]} >&0"
+        script = f'{prepare}{connect}; exec "$@"'
+        # In a session of its own: whoever kills this process does not reach the machine.
+        process = subprocess.Popen([*command, script], stdin=subprocess.DEVNULL, start_new_session=True)
+        try:
+            connection, _ = server.accept()
+        except TimeoutError:
+            process.kill()
+            sys.exit("connection to the machine timed out")
+    with connection:
+        sources: dict[int, int] = {0: connection.fileno(), connection.fileno(): 1}
+        while connection.fileno() in sources:
+            for source in select.select(list(sources), [], [])[0]:
+                if not _copy(source, sources[source]):
+                    del sources[source]
+                    if source == 0:
+                        connection.shutdown(socket.SHUT_WR)
+    sys.exit(process.wait())
+
+
+def _copy(source: int, target: int) -> bool:
+    """Copy what can be read from a descriptor to another one. Returns whether there may be more."""
+    try:
+        content = os.read(source, 1 << 16)
+        while content:
+            content = content[os.write(target, content) :]
+            if not content:
+                return True
+    except OSError:  # the connection was reset
+        pass
+    return False
 
 
 if __name__ == "__main__":

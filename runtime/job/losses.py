@@ -35,11 +35,13 @@ class Loss:
         text: what happened, such as "rank 2 was killed by SIGKILL".
         rank: the rank; None where none in particular, as when mpiexec was killed.
         host: its host, where the launcher started ranks on several.
+        whole_host: the host itself is lost, with all of its ranks.
     """
 
     text: str
     rank: int | None = None
     host: str = ""
+    whole_host: bool = False
 
 
 def elastic_folder(environ: Mapping[str, str] | None = None) -> Path | None:

@@ -105,6 +105,27 @@ def descendants(pid: int) -> list[Process]:
     return [process for process in processes if process is not None]
 
 
+def processes_with(variable: str, value: str) -> list[Process]:
+    """Processes of this user and host, except this one, whose environment had a value when they started.
+
+    Hosts may be containers that share a process table. A process that has another network than this one is
+    on another host.
+    """
+    entry, network, found = f"{variable}={value}".encode(), _network("self"), []
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit() or int(folder.name) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if entry in (folder / "environ").read_bytes().split(b"\0") and _network(folder.name) == network:
+                found.append(Process.of(int(folder.name)))
+    return [process for process in found if process is not None]
+
+
+def _network(pid: str) -> str:
+    """Name of the network namespace of a process."""
+    return os.readlink(f"/proc/{pid}/ns/net")
+
+
 def write_processes(path: Path, pids: Iterable[int]) -> None:
     """Write number and start time of processes to a file, which appears whole or not at all."""
     draft = path.with_name(f"draft.{path.name}")
@@ -135,8 +156,12 @@ def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> Non
         os._exit(1)
 
 
-def shared_memory() -> list[str]:
-    """Shared memory files of this process's MPI library; they outlive a process that is killed."""
-    lines = Path("/proc/self/maps").read_text().splitlines()
+def shared_memory(pid: int | str = "self") -> list[str]:
+    """Shared memory files of a process's MPI library; they outlive a process that is killed.
+
+    Args:
+        pid: number of the process; by default this one.
+    """
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     paths = (line.split(maxsplit=5)[-1] for line in lines if "/dev/shm/mpich" in line)
     return sorted({path for path in paths if path.startswith("/dev/shm/")})

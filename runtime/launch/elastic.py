@@ -197,7 +197,10 @@ class _ElasticJob:
         Ranks of other hosts that end while a host is lost may have crashed because of that: they keep their
         slots, and are counted at the next start if they end again.
         """
-        losses, silent = read_losses(self.folder), self._silent()
+        losses = read_losses(self.folder)
+        silent = {loss.host: loss.text for loss in losses if loss.whole_host}
+        self.capacity.lose_hosts(silent)  # they are not asked again, which would take long
+        silent |= self._silent()
         self.capacity.lose_hosts(silent)
         if not silent:
             self.capacity.lose(losses)

@@ -3,14 +3,16 @@
 The hosts are checked first (`host_check.py`), so that a host that cannot be reached, or does not have
 what its ranks need, is an error of the launcher and not a rank that never comes. Then mpiexec or srun
 starts as many processes on each host as the assignment says, host by host, and every process takes its
-rank from the order in DISTGRAPH_PLACEMENT. Files of a job directory reach one host only, so there
-are no supervisors: ranks watch each other, as under plain mpiexec, and the launcher watches mpiexec.
+rank from the order in DISTGRAPH_PLACEMENT. Files of a job directory reach one host only, so ranks have
+no supervisors: they watch each other, as under plain mpiexec. The launcher watches mpiexec, and exchanges
+heartbeats with a supervisor of each host (`host_heartbeats.py`).
 """
 
 from __future__ import annotations
 
 import os
 import re
+import secrets
 import signal
 import subprocess
 import sys
@@ -27,9 +29,11 @@ from distgraph.runtime.job.job_files import DEFAULT_TIME_LIMIT, JOB_DIRECTORY, T
 from distgraph.runtime.job.losses import Loss, record_loss
 from distgraph.runtime.launch.host_assignment import HostAssignment, assign_hosts, check_slots
 from distgraph.runtime.launch.host_check import RemoteShell, ask_hosts, check_hosts, is_this_host
+from distgraph.runtime.launch.host_heartbeats import VARIABLE, HostHeartbeats, host_limit, watch_hosts
+from distgraph.runtime.launch.host_supervisor import JOB
 from distgraph.runtime.launch.hosts import Host, merged
 from distgraph.runtime.launch.launch import launch, script_environment
-from distgraph.runtime.launch.monitor import Signals
+from distgraph.runtime.launch.monitor import Signals, ended
 from distgraph.runtime.launch.mpiexec import find_mpiexec, start_mpiexec, wait_for
 from distgraph.runtime.launch.process_placement import PLACEMENT_VARIABLE, placement_text
 
@@ -71,7 +75,8 @@ def launch_on_hosts(
         The exit code; see `launch`.
 
     Raises:
-        RuntimeFault: as `launch`, `assign_hosts`, `ask_hosts` and `check_hosts`; unknown launcher.
+        RuntimeFault: as `launch`, `assign_hosts`, `ask_hosts`, `check_hosts` and `host_limit`; unknown
+            launcher.
     """
     settings = script_environment(n, argv, env)
     if launcher not in LAUNCHERS:
@@ -80,6 +85,7 @@ def launch_on_hosts(
     if all(is_this_host(host.name) for host in hosts):
         return launch(n, argv, env=env, stdout=stdout, stderr=stderr, signals=signals)
     setting_in_seconds(TIMEOUT, DEFAULT_TIME_LIMIT, settings)
+    host_limit(settings)
     settings.pop(JOB_DIRECTORY, None)
     shell = remote_shell(settings)
     script = str(Path(argv[0]).resolve())
@@ -96,7 +102,12 @@ def launch_on_hosts(
             settings |= variables
         else:
             command = mpiexec_command(assignment, ranks, shell)
-        return _run(command, settings, received, stdout or sys.stdout, stderr or sys.stderr)
+        settings[JOB], errors = secrets.token_hex(8), stderr or sys.stderr
+        heartbeats = watch_hosts(names, settings[JOB], shell, settings, errors.write)
+        try:
+            return _run(command, settings, received, heartbeats, stdout or sys.stdout, errors)
+        finally:
+            heartbeats.close()
 
 
 def remote_shell(environ: Mapping[str, str]) -> RemoteShell:
@@ -128,15 +139,29 @@ def srun_command(
 
 
 def _run(
-    command: Sequence[str], env: Mapping[str, str], signals: Signals, out: TextIO, errors: TextIO
+    command: Sequence[str],
+    env: Mapping[str, str],
+    signals: Signals,
+    heartbeats: HostHeartbeats,
+    out: TextIO,
+    errors: TextIO,
 ) -> int:
-    """Run mpiexec until it ends or a signal comes. Returns the exit code."""
+    """Run mpiexec until it ends, a signal comes or a host is lost. Returns the exit code."""
     remarks: list[str] = []
     process, readers = start_mpiexec(command, env, out, errors, dies_with_launcher=True, remarks=remarks)
+    lost: dict[str, str] = {}
     try:
-        wait_for(process.pid, signals, None, most=1)
+        lost = _watch(process.pid, signals, heartbeats)
+        if lost:  # mpiexec would wait for it
+            process.kill()
+            heartbeats.close(lost)
     finally:
         _end(process, signals, readers)
+    if lost:
+        for host, text in lost.items():
+            record_loss(Loss(text, host=host, whole_host=True), env)
+        errors.write(f"error: {'; '.join(lost.values())} ({VARIABLE}); all ranks are stopped\n")
+        return 1
     if signals.received:
         first = signals.received[0]
         what = "interrupted" if first == signal.SIGINT else f"ended by {first.name}"
@@ -149,6 +174,20 @@ def _run(
         record_loss(Loss(f"{Path(command[0]).name} was killed by {signal.Signals(-code).name}"), env)
         errors.write(f"error: {Path(command[0]).name} was killed by {signal.Signals(-code).name}\n")
     return code if code >= 0 else 128 - code
+
+
+def _watch(mpiexec: int, signals: Signals, heartbeats: HostHeartbeats) -> dict[str, str]:
+    """Wait until mpiexec ends, a signal comes or hosts are lost. Returns those, as `HostHeartbeats.look`."""
+    descriptor, lost = os.pidfd_open(mpiexec), dict[str, str]()
+    try:
+        while not (signals.received or lost):
+            signals.sleep(heartbeats.interval, descriptor)
+            if ended(descriptor):
+                break
+            lost = heartbeats.look()
+    finally:
+        os.close(descriptor)
+    return lost
 
 
 def _end(process: subprocess.Popen[bytes], signals: Signals, readers: Sequence[threading.Thread]) -> None:

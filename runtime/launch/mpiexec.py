@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import re
 import shutil
@@ -22,7 +21,6 @@ from distgraph.runtime.job.interrupts import signals_blocked
 from distgraph.runtime.job.processes import die_with_parent
 from distgraph.runtime.launch.monitor import Signals, ended
 
-_LONGEST_SLEEP: Final = 3600.0
 # What MPICH's mpiexec prints about a rank that was killed; the launcher prints its own message.
 _MPIEXEC_REMARKS: Final = re.compile(
     rb"={60,}\s*$|=   |YOUR APPLICATION TERMINATED WITH THE EXIT STRING|"
@@ -91,13 +89,12 @@ def start_mpiexec(
     return process, readers
 
 
-def wait_for(pid: int, signals: Signals, seconds: float | None, most: int = 2) -> None:
-    """Wait until a child has ended, `most` signals have come, or the time, if there is a limit, is over."""
-    descriptor = os.pidfd_open(pid)
-    deadline = math.inf if seconds is None else time.monotonic() + seconds
+def wait_for(pid: int, signals: Signals, seconds: float) -> None:
+    """Wait until a child has ended, a second signal has come, or the time is over."""
+    descriptor, deadline = os.pidfd_open(pid), time.monotonic() + seconds
     try:
-        while len(signals.received) < most and (left := deadline - time.monotonic()) > 0:
-            signals.sleep(min(left, _LONGEST_SLEEP), descriptor)
+        while len(signals.received) < 2 and (left := deadline - time.monotonic()) > 0:
+            signals.sleep(left, descriptor)
             if ended(descriptor):
                 return
     finally:

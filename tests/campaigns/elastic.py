@@ -11,15 +11,19 @@ Disturbances: `kill` and `stop` (SIGSTOP) of one rank, `two` kills one after the
 `mpiexec` killed, `return` of a rank by writing the hostfile after a kill. With root: `machine`, one of two
 machines (`benchmarks.support.machines`) of two ranks is lost with all its processes, and `machine-return`,
 after which it comes back; `machine-cut` takes its link down first, so that nothing tells that it has ended.
+`machine-silent` takes its link down and no more: its processes must end by themselves. `machine-stop` stops
+all of its processes, which must end when they run again.
 
 It prints one JSON object: campaign, trials, failed, recovery_seconds_max (from the signal to the end of the
-first step after it; behind a stopped rank without the time in which it is noticed), and what failed.
+first step after it; behind a stopped rank without the time in which it is noticed), all recoveries of each
+kind, and what failed.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import os
 import random
@@ -51,7 +55,9 @@ LIMIT: Final = 200.0
 """Seconds in which a job must have ended."""
 HEARTBEAT: Final = 3.0
 KINDS: Final = ("kill", "kill", "kill", "stop", "two", "supervisor", "mpiexec", "return")
-MACHINES: Final = ("machine", "machine-cut", "machine-return")
+MACHINES: Final = ("machine", "machine-cut", "machine-return", "machine-silent", "machine-stop")
+SILENT: Final = ("machine-silent", "machine-stop")
+"""Kinds after which processes of the machine may end later than the job, which does not hear of them."""
 RATE: Final = "400mbit"
 LAYOUTS: Final = (("dp:4",), ("dp:4",), ("dp:2", "tp:2"))
 LAST: Final = EPOCHS * STEPS
@@ -137,11 +143,17 @@ def disturb_machine(
         return 0.0
     time.sleep(trial.delay)
     machine, at = rng.randrange(network.count), time.time()
-    if trial.kind == "machine-cut":
+    if trial.kind == "machine-stop":
+        network.send_signal(machine, signal.SIGSTOP)
+    else:
+        if trial.kind != "machine-silent":
+            if trial.kind == "machine-cut":
+                network.link(machine, "down")
+            network.kill(machine)
         network.link(machine, "down")
-    network.kill(machine)
-    network.link(machine, "down")
     again = wait_for(folder, job, 1, at + 0.5)
+    if trial.kind == "machine-stop":
+        network.send_signal(machine, signal.SIGCONT)
     if trial.kind == "machine-return" and again:
         network.link(machine, "up")
         (folder / "hosts").write_text(HOSTS + "# again\n")
@@ -233,9 +245,13 @@ def _ended(trial: Trial, folder: Path, token: str, job: subprocess.Popen[bytes])
         wrong.append(f"{restarts} restarts: {said[-800:]}")
     if trial.kind in MACHINES and "training goes on on 2 ranks" not in said:
         wrong.append(f"not on the ranks of the machine that is left: {said[-800:]}")
+    if trial.kind in (*SILENT, "machine-cut") and "has not answered for" not in said:
+        wrong.append(f"the silence of the machine was not noticed: {said[-800:]}")
     if trial.kind == "machine-return" and "training goes on on 4 ranks" not in said:
         wrong.append(f"the machine was not taken in again: {said[-800:]}")
-    time.sleep(0.2)
+    deadline = time.monotonic() + (0.2 if trial.kind not in SILENT else LIMIT)
+    while job_processes(token) and time.monotonic() < deadline:
+        time.sleep(0.1)
     if left := job_processes(token):
         wrong.append(f"left behind: {sorted(left.values())}")
     return wrong
@@ -244,7 +260,8 @@ def _ended(trial: Trial, folder: Path, token: str, job: subprocess.Popen[bytes])
 def campaign(trials: int, seed: int, kinds: Sequence[str] = KINDS, first: int = 0) -> dict[str, object]:
     """Do trials; the result as it is printed."""
     failures: list[str] = []
-    longest, drawn, sources = 0.0, Counter[str](), Counter[str]()
+    drawn, sources = Counter[str](), Counter[str]()
+    recoveries: dict[str, list[float]] = {}
     for number in range(first, first + trials):
         rng = random.Random(f"elastic {seed} {number}")
         trial = draw(rng, kinds)
@@ -253,7 +270,7 @@ def campaign(trials: int, seed: int, kinds: Sequence[str] = KINDS, first: int = 
         sources["memory"] += said.count("from the memory of")
         sources["checkpoint"] += said.count(", from checkpoint")
         failures += [f"{number}: {trial}: {text}" for text in wrong]
-        longest = max(longest, seconds)
+        recoveries.setdefault(trial.kind, []).append(round(seconds, 1))
         print(f"{number}: {trial}: {seconds:.1f} s {wrong or 'ok'}", file=sys.stderr, flush=True)
     return {
         "campaign": "elastic",
@@ -261,7 +278,8 @@ def campaign(trials: int, seed: int, kinds: Sequence[str] = KINDS, first: int = 
         "seed": seed,
         "first": first,
         "failed": len({text.partition(":")[0] for text in failures}),
-        "recovery_seconds_max": round(longest, 1),
+        "recovery_seconds_max": max(itertools.chain.from_iterable(recoveries.values()), default=0.0),
+        "recovery_seconds": dict(sorted(recoveries.items())),
         "kinds": dict(sorted(drawn.items())),
         "resumed_from": dict(sources),
         "failures": failures,

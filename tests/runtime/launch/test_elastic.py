@@ -150,6 +150,26 @@ def test_ranks_that_crash_because_a_host_is_lost_keep_their_slots(
     assert {host.name: host.slots for host in capacity.hosts} == left
 
 
+def test_a_host_without_heartbeats_is_lost_without_another_question(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def ask(hosts: list[str], *_: object) -> dict[str, str]:
+        asked.extend(hosts)
+        return {}
+
+    monkeypatch.setattr("distgraph.runtime.launch.elastic.silent_hosts", ask)
+    capacity = Capacity([Host("a", 2), Host("b", 2), Host("c", 2)], 6)
+    out, env = io.StringIO(), {ELASTIC: str(tmp_path)}
+    with Signals() as signals:
+        job = _ElasticJob(["train.py"], capacity, ElasticOptions(), env, signals, tmp_path, out, out)
+    record_loss(Loss("host b has not answered for 3 s", host="b", whole_host=True), env)
+    assert [loss.text for loss in job._losses()] == ["host b has not answered for 3 s"]
+    assert asked == ["a", "c"]
+    assert capacity.hosts == (Host("a", 2), Host("c", 2))
+
+
 # Jobs
 # ------------------------------------------------------------------------------------------------------
 
@@ -164,11 +184,13 @@ def test_training_goes_on_as_if_nothing_had_happened(kind: str) -> None:
 
 @needs_mpi
 @pytest.mark.slow
-def test_training_goes_on_when_a_machine_is_lost_and_comes_back() -> None:
+@pytest.mark.parametrize("kind", ["machine-return", "machine-silent"])
+def test_training_goes_on_when_a_machine_is_lost(kind: str) -> None:
+    """And on all when it comes back; processes of one whose link is cut end by themselves."""
     reason = missing()
     if reason:
         pytest.skip(reason)
-    result = elastic.campaign(1, 3, ("machine-return",))
+    result = elastic.campaign(1, 3, (kind,))
     assert result["failures"] == []
 
 
