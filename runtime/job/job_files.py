@@ -27,6 +27,11 @@ from distgraph.errors import RuntimeFault
 
 JOB_DIRECTORY: Final = "DISTGRAPH_JOB_DIRECTORY"
 """Environment variable by which the launcher passes on the job's directory."""
+JOB: Final = "DISTGRAPH_JOB"
+"""Environment variable by which the launcher marks the processes of a start of a job on several hosts.
+
+Values of later starts of one launcher sort behind those of earlier ones.
+"""
 FAILURE_REPORT_SECONDS: Final = 5.0
 """Seconds that a failing rank waits for the failure reports of the others."""
 _SIZE_VARIABLES: Final = ("PMI_SIZE", "PMIX_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")

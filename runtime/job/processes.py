@@ -123,7 +123,7 @@ def processes_with(variable: str, value: str) -> list[Process]:
 
 def _network(pid: str) -> str:
     """Name of the network namespace of a process."""
-    return os.readlink(f"/proc/{pid}/ns/net")
+    return str(Path(f"/proc/{pid}/ns/net").readlink())
 
 
 def write_processes(path: Path, pids: Iterable[int]) -> None:

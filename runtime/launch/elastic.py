@@ -199,8 +199,7 @@ class _ElasticJob:
         """
         losses = read_losses(self.folder)
         silent = {loss.host: loss.text for loss in losses if loss.whole_host}
-        self.capacity.lose_hosts(silent)  # they are not asked again, which would take long
-        silent |= self._silent()
+        silent = silent or self._silent()  # where heartbeats tell, the other hosts have just sent some
         self.capacity.lose_hosts(silent)
         if not silent:
             self.capacity.lose(losses)

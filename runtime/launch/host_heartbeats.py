@@ -20,15 +20,10 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from distgraph.runtime.job.heartbeat import Silence, heartbeat_limit, interval
-from distgraph.runtime.job.job_files import setting_in_seconds
+from distgraph.runtime.job.job_files import JOB, setting_in_seconds
 from distgraph.runtime.job.losses import elastic_folder
 from distgraph.runtime.launch.host_check import RemoteShell
-from distgraph.runtime.launch.host_supervisor import (
-    JOB,
-    read_heartbeats,
-    send_heartbeat,
-    supervisor_command,
-)
+from distgraph.runtime.launch.host_supervisor import read_heartbeats, send_heartbeat, supervisor_command
 
 VARIABLE: Final = "DISTGRAPH_HOST_HEARTBEAT"
 """Environment variable: seconds without a heartbeat of a host after which it counts as lost."""

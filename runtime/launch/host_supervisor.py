@@ -25,10 +25,9 @@ from pathlib import Path
 from typing import Final
 
 from distgraph.runtime.job.heartbeat import Silence
+from distgraph.runtime.job.job_files import JOB
 from distgraph.runtime.job.processes import Process, processes_with, shared_memory
 
-JOB: Final = "DISTGRAPH_JOB"
-"""Environment variable by which the launcher marks the processes of a start of a job on several hosts."""
 _SIGN: Final = b"\x06"  # ACK, which no remote shell prints as a greeting
 _HEARTBEAT: Final = _SIGN + b"\n"  # some remote shells pass on whole lines only
 _PROXY: Final = "hydra_pmi_proxy"

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -25,12 +26,17 @@ from typing import Final, TextIO
 
 from distgraph.errors import RuntimeFault
 from distgraph.plan.placement import PlacedRanks
-from distgraph.runtime.job.job_files import DEFAULT_TIME_LIMIT, JOB_DIRECTORY, TIMEOUT, setting_in_seconds
+from distgraph.runtime.job.job_files import (
+    DEFAULT_TIME_LIMIT,
+    JOB,
+    JOB_DIRECTORY,
+    TIMEOUT,
+    setting_in_seconds,
+)
 from distgraph.runtime.job.losses import Loss, record_loss
 from distgraph.runtime.launch.host_assignment import HostAssignment, assign_hosts, check_slots
 from distgraph.runtime.launch.host_check import RemoteShell, ask_hosts, check_hosts, is_this_host
 from distgraph.runtime.launch.host_heartbeats import VARIABLE, HostHeartbeats, host_limit, watch_hosts
-from distgraph.runtime.launch.host_supervisor import JOB
 from distgraph.runtime.launch.hosts import Host, merged
 from distgraph.runtime.launch.launch import launch, script_environment
 from distgraph.runtime.launch.monitor import Signals, ended
@@ -102,7 +108,8 @@ def launch_on_hosts(
             settings |= variables
         else:
             command = mpiexec_command(assignment, ranks, shell)
-        settings[JOB], errors = secrets.token_hex(8), stderr or sys.stderr
+        errors = stderr or sys.stderr
+        settings[JOB] = f"{time.monotonic_ns():020}-{secrets.token_hex(4)}"
         heartbeats = watch_hosts(names, settings[JOB], shell, settings, errors.write)
         try:
             return _run(command, settings, received, heartbeats, stdout or sys.stdout, errors)

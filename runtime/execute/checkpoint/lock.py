@@ -8,6 +8,10 @@ without a lock was left by a killed job; the process that takes the lock then pr
 Where the file system has no locks, or does not share them between machines, the content decides: a holder on
 this machine counts if its process runs, a holder on another machine counts until its name is removed from the
 file, and a job whose name was replaced by another one stops at its next save.
+
+A host that an elastic job has lost may only be stopped, so that a process of it still holds the lock. Then a
+later start of the same job takes the lock by replacing the file; the process that held it stops at its next
+save.
 """
 
 from __future__ import annotations
@@ -31,6 +35,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from distgraph.errors import RuntimeFault
+from distgraph.runtime.job.job_files import JOB
+from distgraph.runtime.job.losses import elastic_folder
 from distgraph.runtime.job.processes import process_start
 
 LOCK: Final = ".lock"
@@ -54,6 +60,8 @@ class Holder:
         start: time of its start, in clock ticks since boot.
         since: time at which it took the lock.
         command: its command line.
+        job: the elastic job on several hosts that it belongs to; "" for none.
+        job_start: start of that job; later ones sort behind earlier ones.
     """
 
     host: str
@@ -61,9 +69,15 @@ class Holder:
     start: str
     since: str
     command: str
+    job: str = ""
+    job_start: str = ""
 
     def __str__(self) -> str:
         return f"process {self.process} on {self.host} ({self.command}) since {self.since}"
+
+    def follows(self, other: Holder) -> bool:
+        """Whether it belongs to a later start of the same elastic job."""
+        return bool(self.job) and self.job == other.job and self.job_start > other.job_start
 
     def same(self, other: Holder) -> bool:
         """Whether it is the same process."""
@@ -161,7 +175,9 @@ def _take(folder: Path) -> _Lock:
                 raise RuntimeFault(
                     f"checkpoint {path} is no regular file; delete it, or choose another folder"
                 )
-            _lock(descriptor, folder)
+            if not _lock(descriptor, folder):
+                os.close(descriptor)
+                continue
             if _place(folder) != (status.st_dev, status.st_ino):
                 os.close(descriptor)
                 continue
@@ -172,12 +188,26 @@ def _take(folder: Path) -> _Lock:
     raise RuntimeFault(f"checkpoint {path} is deleted again and again; choose another directory")
 
 
-def _lock(descriptor: int, folder: Path) -> None:
-    """Lock the open file. Raises RuntimeFault with the name of the holder where another process holds it."""
+def _lock(descriptor: int, folder: Path) -> bool:
+    """Lock the open file.
+
+    Returns:
+        Whether it is locked. Otherwise an earlier start of this job held it, and the file was removed.
+
+    Raises:
+        RuntimeFault: another process, which is named, holds it, or it cannot be locked.
+    """
     try:
         _flock(descriptor)
     except OSError as error:
         other = _read_holder(descriptor)
+        if error.errno in _TAKEN and other is not None and _this_process().follows(other):
+            sys.stderr.write(
+                f"distgraph: checkpoint {folder}: its lock is held by {other}, which this job has lost; "
+                "taken over\n"
+            )
+            (folder / LOCK).unlink(missing_ok=True)
+            return False
         if error.errno in _TAKEN:
             raise RuntimeFault(
                 f"checkpoint {folder} is written by another job: {other or 'a process without a name'}; end "
@@ -187,11 +217,12 @@ def _lock(descriptor: int, folder: Path) -> None:
             raise RuntimeFault(
                 f"checkpoint {folder} cannot be locked: {error}; choose another directory"
             ) from None
-        if other is not None and _may_live(other):
+        if other is not None and _may_live(other) and not _this_process().follows(other):
             raise RuntimeFault(
                 f"checkpoint {folder} is written by another job: {other}; end it, save to another directory, "
                 f"or, if it has ended, delete {folder / LOCK}"
             ) from None
+    return True
 
 
 def _flock(descriptor: int) -> None:
@@ -236,7 +267,10 @@ def _this_process() -> Holder:
     number = os.getpid()
     since = datetime.now(UTC).isoformat(timespec="seconds")
     command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])[:200] if sys.argv else ""
-    return Holder(socket.gethostname(), number, process_start(number) or "", since, command or "python")
+    host, elastic = socket.gethostname(), elastic_folder()
+    job_start = os.environ.get(JOB, "")
+    job = elastic.name if elastic is not None and job_start else ""
+    return Holder(host, number, process_start(number) or "", since, command or "python", job, job_start)
 
 
 def _read_holder(descriptor: int) -> Holder | None:
@@ -246,7 +280,7 @@ def _read_holder(descriptor: int) -> Holder | None:
         holder = Holder(**content)
     except (OSError, ValueError, TypeError, RecursionError):
         return None
-    texts = (holder.host, holder.start, holder.since, holder.command)
+    texts = (holder.host, holder.start, holder.since, holder.command, holder.job, holder.job_start)
     if not all(isinstance(text, str) for text in texts) or type(holder.process) is not int:
         return None
     return holder if all(text.isprintable() for text in texts) else None

@@ -22,6 +22,8 @@ from support.paths import TESTS
 
 from distgraph.errors import RuntimeFault
 from distgraph.runtime.execute.checkpoint import Checkpoint, lock
+from distgraph.runtime.job.job_files import JOB
+from distgraph.runtime.job.losses import ELASTIC
 
 
 @contextmanager
@@ -72,6 +74,38 @@ def test_the_second_job_is_refused_with_the_name_of_the_first(
         save(tmp_path, 3)
         assert capsys.readouterr().err == ""
     assert Checkpoint.open(tmp_path).index["step"] == 3
+
+
+@pytest.mark.parametrize("later", [True, False])
+def test_a_later_start_of_an_elastic_job_takes_the_lock_of_a_lost_process(
+    later: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The process may only be stopped, with its host; when it runs again it cannot save any more."""
+    body = f"""
+        from pathlib import Path
+        from distgraph.errors import RuntimeFault
+        from support.files.saving import save
+        save(Path({str(tmp_path)!r}), 1)
+        print("ready", flush=True)
+        sys.stdin.readline()
+        try:
+            save(Path({str(tmp_path)!r}), 3)
+        except RuntimeFault as error:
+            print(error)
+        """
+    monkeypatch.setenv(ELASTIC, "/job")
+    monkeypatch.setenv(JOB, "2")
+    with job(body) as first:
+        monkeypatch.setenv(JOB, "3" if later else "1")
+        if not later:
+            with pytest.raises(RuntimeFault, match=rf"by another job: process {first.pid} on"):
+                save(tmp_path, 2)
+            return
+        save(tmp_path, 2)
+        assert capsys.readouterr().err.endswith("which this job has lost; taken over\n")
+        said, _ = first.communicate("\n")
+        assert f"is written by another job: process {os.getpid()} on" in said
+    assert Checkpoint.open(tmp_path).index["step"] == 2
 
 
 def test_a_holder_that_is_ending_is_waited_for(tmp_path: Path) -> None:

@@ -21,10 +21,10 @@ from pathlib import Path
 import pytest
 
 from distgraph.errors import RuntimeFault
+from distgraph.runtime.job.job_files import JOB
 from distgraph.runtime.job.losses import ELASTIC
 from distgraph.runtime.launch.host_heartbeats import HostHeartbeats, host_limit
 from distgraph.runtime.launch.host_supervisor import (
-    JOB,
     end_job,
     exchange_heartbeats,
     read_heartbeats,
@@ -142,10 +142,8 @@ def test_a_host_that_has_never_answered_is_not_lost(network: Network) -> None:
     assert network.look(100) == {}
     network.of("c").far.close()
     assert network.look(100) == {}
-    assert network.notes == [
-        "note: host c sends no heartbeats (its supervisor ended with exit code 255); its loss is noticed "
-        "after DISTGRAPH_TIMEOUT\n"
-    ]
+    ended = "note: host c sends no heartbeats (its supervisor ended with exit code 255); its loss is noticed"
+    assert network.notes == [f"{ended} after DISTGRAPH_TIMEOUT\n"]
 
 
 def test_a_host_whose_remote_shell_cannot_be_started_is_not_lost(network: Network) -> None:
