@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -11,7 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.support.machines import MachinesInUseError, Network, machines, missing
+from benchmarks.support.machines import (
+    NETWORK,
+    MachinesInUseError,
+    Network,
+    launch_environment,
+    machines,
+    missing,
+)
 
 SCRIPT = """
 import socket
@@ -52,6 +60,31 @@ def test_ranks_fill_machines_in_order_know_their_cores_and_the_network_is_remove
     places = ["rank 0 on m0", "rank 1 on m0", "rank 2 on m1", "rank 3 on m1"]
     assert hosts == [f"{place} with {1 if 'm0' in place else 0.5} cores" for place in places]
     assert "dgm" not in output("ip", "netns", "list")
+
+
+@pytest.mark.skipif(missing() != "", reason=missing() or "machines can be made")
+def test_input_and_output_of_commands_pass_through_the_network() -> None:
+    """As with ssh: a command behind a link that is down is not heard of, and does not hear of the end."""
+    script = "read word; echo $word from $(hostname); read word; exit 3"
+    with up(1) as network:
+        command = [
+            launch_environment()["HYDRA_LAUNCHER_EXEC"],
+            f"{NETWORK}.1",
+            f"sh -c {shlex.quote(script)}",
+        ]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        for cut in (False, True):
+            with subprocess.Popen(command, **pipes, text=True, bufsize=1) as process:  # type: ignore[call-overload]
+                process.stdin.write("word\n")
+                assert process.stdout.readline() == "word from m0\n"
+                if cut:
+                    network.link(0, "down")
+                    network.kill(0)
+                    assert process.poll() is None
+                    process.kill()
+                else:
+                    process.stdin.write("end\n")
+                    assert process.wait(100) == 3
 
 
 @pytest.mark.skipif(missing() != "", reason=missing() or "machines can be made")
