@@ -111,14 +111,15 @@ def processes_with(variable: str, value: str) -> list[Process]:
     Hosts may be containers that share a process table. A process that has another network than this one is
     on another host.
     """
-    entry, network, found = f"{variable}={value}".encode(), _network("self"), []
+    entry, network = f"{variable}={value}".encode(), _network("self")
+    processes: list[Process | None] = []
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit() or int(folder.name) == os.getpid():
             continue
         with contextlib.suppress(OSError):  # it has ended, or is another user's
             if entry in (folder / "environ").read_bytes().split(b"\0") and _network(folder.name) == network:
-                found.append(Process.of(int(folder.name)))
-    return [process for process in found if process is not None]
+                processes.append(Process.of(int(folder.name)))
+    return [process for process in processes if process is not None]
 
 
 def _network(pid: str) -> str:

@@ -99,13 +99,13 @@ def send_heartbeat(target: int) -> bool:
 def end_job(job: str) -> None:
     """Kill all processes of a job on this host, then its proxies, and remove what MPI leaves in memory."""
     deadline, files = time.monotonic() + _END_SECONDS, set[str]()
-    while (found := processes_with(JOB, job)) and time.monotonic() < deadline:
-        parents = [Process.of(process.parent) for process in found]
+    while (processes := processes_with(JOB, job)) and time.monotonic() < deadline:
+        parents = [Process.of(process.parent) for process in processes]
         proxies = [parent for parent in parents if parent is not None and parent.name == _PROXY]
-        for process in found:
+        for process in processes:
             with suppress(OSError):
                 files.update(shared_memory(process.pid))
-        for process in dict.fromkeys([*found, *proxies]):
+        for process in dict.fromkeys([*processes, *proxies]):
             process.kill()
     for name in files:
         with suppress(OSError):
