@@ -32,7 +32,7 @@ from typing import Any
 from unittest.mock import patch
 
 from benchmarks.support.small_search_problems import PROBLEMS, SmallProblem
-from distgraph.engine.search_driver import baselines
+from distgraph.engine.search_driver.baselines import baselines
 from distgraph.engine.search_driver.candidate import Candidate
 from distgraph.engine.search_driver.evaluations import Evaluation, evaluate, without_program
 from distgraph.engine.search_driver.layout_costs import LayoutCosts
@@ -53,9 +53,10 @@ CONSTANTS: Mapping[str, Sequence[str]] = {
     f"{_DRIVER}.local_search": [
         "_MOST_OPS", "_MOST_MEMORY", "_MOST_STAGES", "_LOWER_MULTIPLIERS",
     ],
-    f"{_DRIVER}.baselines": [
+    f"{_DRIVER}.baselines.baselines": [
         "_MOST_SHAPES", "_MOST_ZERO_OPS", "_MOST_AXES",
     ],
+    f"{_DRIVER}.baselines.data_parallel_zero": ["_SHARE", "_CORRECTIONS", "_BUILT_COUNTS"],
     f"{_DRIVER}.micro_batch_search": ["_ROUNDS", "_RETRIES", "_TIGHTER"],
     f"{_DRIVER}.load_balancing": ["_MOST_INNER", "_COARSER"],
     f"{_MODES}.inter_op.schedule_costs": ["_FOLLOWED", "_CYCLES", "_MOST_FOLLOWED"],

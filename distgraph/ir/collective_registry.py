@@ -127,9 +127,14 @@ class RankCall:
 
     def lengths(self, layout: DistAttr, dim: int) -> tuple[int, ...]:
         """Length of a dim on every member of the group."""
-        axes, mesh, size = layout.spec.dims[dim], layout.mesh, self.op.result.shape[dim]
-        bounds = (mesh.block(size, axes, mesh.index(member, axes)) for member in self.group)
-        return tuple(stop - start for start, stop in bounds)
+        return _lengths(layout.mesh, self.group, layout.spec.dims[dim], self.op.result.shape[dim])
+
+
+@lru_cache(maxsize=4096)
+def _lengths(mesh: ProcessMesh, group: tuple[int, ...], axes: tuple[str, ...], size: int) -> tuple[int, ...]:
+    """Length of a dim on every member of a group; every member asks for all, for each of equal layers."""
+    bounds = (mesh.block(size, axes, mesh.index(member, axes)) for member in group)
+    return tuple(stop - start for start, stop in bounds)
 
 
 LayoutAfter = Callable[[ShardSpec, StepAttrs], ShardSpec | None]

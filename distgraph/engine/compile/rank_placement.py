@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -51,12 +52,13 @@ def place_ranks(
         typed = {
             rank: need if need.type else replace(need, type=default.type) for rank, need in stated.items()
         }
-        needs = [_with_memory(typed.get(rank, default), _resident(lowered, rank)) for rank in range(ranks)]
+        resident = _resident(lowered, ranks)
+        needs = [_with_memory(typed.get(rank, default), resident[rank]) for rank in range(ranks)]
         return map_ranks(ranks, traffic, cluster, needs)
     check_devices(devices, stated, cluster)
     machine = [cluster.devices[device].machine for device in devices]
     crossing = sum(sent for (a, b), sent in traffic.items() if machine[a] != machine[b])
-    required = tuple(Requirement(memory=_resident(lowered, rank)) for rank in range(len(devices)))
+    required = tuple(Requirement(memory=nbytes) for nbytes in _resident(lowered, len(devices)))
     return RankMapping(cluster, tuple(devices), "bytes", crossing, None, None, GIVEN, traffic, required)
 
 
@@ -173,12 +175,13 @@ def _with_memory(stated: Requirement | None, resident: float) -> Requirement:
     return replace(needed, memory=max(needed.memory, resident))
 
 
-def _resident(graph: Graph, rank: int) -> float:
-    """Bytes of parameters, states and inputs on a rank."""
-    total = 0.0
-    for op in graph.sources("param", "state", "input"):
-        attr = graph.attrs[op.name]
-        if rank in attr.mesh:
-            shape = attr.spec.local_shape(op.result.shape, attr.mesh, rank)
-            total += math.prod(shape) * itemsize(op.result.dtype)
-    return total
+def _resident(graph: Graph, ranks: int) -> list[float]:
+    """Bytes of parameters, states and inputs on every rank. Equal tensors are looked at once."""
+    sources = graph.sources("param", "state", "input")
+    equal = Counter((op.result.shape, op.result.dtype, graph.attrs[op.name]) for op in sources)
+    totals = [0.0] * ranks
+    for (shape, dtype, attr), count in equal.items():
+        for rank in attr.mesh.members:
+            local = attr.spec.local_shape(shape, attr.mesh, rank)
+            totals[rank] += count * math.prod(local) * itemsize(dtype)
+    return totals

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -39,6 +39,8 @@ class Evaluation:
         devices: that the program uses.
         eligible: whether it may be the answer.
         shares: what its step goes to, see `Forecast.shares`.
+        rebuild: builds the program once more where it does not follow from a candidate; None where that is
+            not possible, so that the program is kept.
     """
 
     origin: str
@@ -53,6 +55,7 @@ class Evaluation:
     devices: int = 0
     eligible: bool = True
     shares: Mapping[str, float] = field(default_factory=dict)
+    rebuild: Callable[[LayoutCosts], BuiltCandidate | str] | None = None
 
     @property
     def fits(self) -> bool:
@@ -61,6 +64,10 @@ class Evaluation:
 
     def built(self, layout_costs: LayoutCosts) -> BuiltCandidate:
         """The program; built once more where it is not at hand."""
+        if self.program is None and self.rebuild is not None:
+            program = self.rebuild(layout_costs)
+            assert not isinstance(program, str), program
+            self.program = program
         if self.program is None:
             assert self.candidate is not None
             self.program = build_candidate(self.candidate, layout_costs)
@@ -68,7 +75,7 @@ class Evaluation:
 
     def release(self) -> None:
         """Free the program where it can be built again."""
-        if self.candidate is not None:
+        if self.candidate is not None or self.rebuild is not None:
             self.program = None
 
 

@@ -62,10 +62,12 @@ def annotated_meshes(graph: Graph, layout_costs: LayoutCosts) -> tuple[ProcessMe
     return tuple(origins)
 
 
-def start_graph(layout_costs: LayoutCosts, micro_batches: int) -> LayeredGraph:
-    """The serial graph, with the layers recomputed that constraints name."""
+def start_graph(
+    layout_costs: LayoutCosts, micro_batches: int, recompute: tuple[int, ...] = ()
+) -> LayeredGraph:
+    """The serial graph, with the layers recomputed that constraints name, or else those that are given."""
     layered = layout_costs.layered_graph(micro_batches)
-    recompute = layout_costs.constraints.recomputed(len(layered.layers))
+    recompute = layout_costs.constraints.recomputed(len(layered.layers)) or recompute
     return layout_costs.layered_graph(micro_batches, recompute) if recompute else layered
 
 
@@ -174,7 +176,7 @@ def data_parallel(
     )
     if samples < len(devices):
         return f"{what} has {samples} samples, fewer than {len(devices)} devices"
-    layered = start_graph(layout_costs, micro_batches)
+    layered = start_graph(layout_costs, micro_batches, decisions.recompute)
     whole = {0: ("param", "state"), 1: ("param",), 2: ("param",)}.get(decisions.zero, ())
     held = sum(op.result.nbytes for op in layered.graph.sources(*whole)) if whole else 0
     missing = held - min(layout_costs.cluster.devices[device].memory for device in devices)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+from distgraph.engine.search_driver.baselines.data_parallel_zero import evaluate_data_parallel_zero
 from distgraph.engine.search_driver.candidate import Candidate
 from distgraph.engine.search_driver.pipeline_search import SLOWER, best_count, best_estimate
 from distgraph.engine.search_driver.search_space import FEW_COUNTS
@@ -36,6 +37,8 @@ def search_micro_batch_counts(state: SearchState) -> Iterator[Event]:
         pipeline = pipelines.best.get(count)
         if pipeline is not None and state.best is None:  # so that there is an answer early
             yield from _evaluate_promising(state, pipeline)
+        if state.best is not None:  # early, so that pipelines which are much slower are left out
+            yield from evaluate_data_parallel_zero(state)
     yield from _evaluate_best(state, pipelines.best.values())
     if pipelines.best and not state.expired():
         yield from _try_fewest(state, counts[-1], tried)

@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from distgraph.engine.search_driver.baselines import (
+from distgraph.engine.search_driver.baselines.baselines import (
     evaluate_context_parallel,
     evaluate_data_parallel,
     evaluate_double_recursion,

@@ -62,6 +62,7 @@ class SearchState:
         pipelines: the best pipelines by estimate.
         explainer: the choices of the best program and their runners-up.
         evaluated: decisions of the pipelines that were evaluated for their estimates.
+        zero_evaluated: whether data parallelism with ZeRO was evaluated.
         bound: seconds of a step that no plan goes below; None where that is not known.
         expired: whether the time limit is reached; it holds no reference to the state, so that all is freed
             with the state at once.
@@ -80,6 +81,7 @@ class SearchState:
     start: Plan | None = None
     bound: float | None = None
     evaluated: set[object] = field(default_factory=set)
+    zero_evaluated: bool = False
     layout_costs: LayoutCosts = field(init=False)
     evaluations: Evaluations = field(init=False)
     pipelines: PipelineSearch = field(init=False)
@@ -124,9 +126,8 @@ class SearchState:
         """The constraint that a program does not keep; "" where it keeps all."""
         if not self.constraints.given():
             return ""
-        if evaluation.program is not None:
-            return constraint_broken_by(evaluation.program, self.layout_costs)
-        assert evaluation.candidate is not None  # else the program is at hand
+        if evaluation.program is not None or evaluation.candidate is None:
+            return constraint_broken_by(evaluation.built(self.layout_costs), self.layout_costs)
         return broken_constraint(evaluation.candidate, self.layout_costs)
 
     def single_stage_breaks(self) -> str:

@@ -15,7 +15,10 @@ from support.programs.searched import Program, two_by_two
 import distgraph as dg
 from distgraph import nn, optim
 from distgraph.engine.compile.train_graph import train_graph
-from distgraph.engine.search_driver.baselines import evaluate_data_parallel, evaluate_mesh2d_where_it_gains
+from distgraph.engine.search_driver.baselines.baselines import (
+    evaluate_data_parallel,
+    evaluate_mesh2d_where_it_gains,
+)
 from distgraph.engine.search_driver.candidate import plan_of
 from distgraph.engine.search_driver.explain.decisions import decisions
 from distgraph.engine.search_driver.fixed_mesh_search import mesh2d_programs, mesh2d_where_it_gains

@@ -8,9 +8,10 @@ that does not exist is entered with the reason.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
+from distgraph.engine.search_driver.baselines.data_parallel_zero import evaluate_data_parallel_zero
 from distgraph.engine.search_driver.candidate import (
     Candidate,
     StageChoice,
@@ -49,7 +50,7 @@ mode auto only those whose products alone take less than the best step so far.""
 _NEEDED_SPLIT = {2: 1, 3: 3}
 """Level of ZeRO -> what layouts have to split for it to have an effect: states, or parameters."""
 _MOST_ZERO_OPS = 4_000
-"""Ops of a serial graph up to which all levels of ZeRO are forecast."""
+"""Ops of a serial graph up to which pipelines that do not fit are forecast with levels of ZeRO, too."""
 _MOST_AXES = 4
 """Axes of a program of double recursion, at most: between layouts on more, changes of layout take minutes to
 find (see `recursive`)."""
@@ -117,29 +118,25 @@ def evaluate_data_parallel(state: SearchState, eligible: bool, hopeless: bool = 
 def evaluate_zero(state: SearchState) -> Iterator[Event]:
     """Levels of ZeRO: data parallelism with each that may gain, and those of the best pipelines.
 
-    Where plain data parallelism fits, only its states are split too; else the first level that fits is the
-    fastest. Micro-batches are as few as memory allows. Of a large program only the best pipeline is forecast
-    with other levels, unless there is no program that fits: each takes seconds to build.
+    Of a large program only the best pipeline is forecast with other levels, unless there is no program that
+    fits: each takes seconds to build.
     """
-    large = state.best is not None and len(state.layout_costs.layered_graph(1).graph.ops) > _MOST_ZERO_OPS
     layout_costs, most = state.layout_costs, state.constraints.zero
-    levels = range(1, (3 if most is None else most) + 1)
-    fits = any(e.origin == "data parallel" and e.fits for e in state.evaluations.all)
-    if not (large or state.single_stage_breaks() or layout_costs.named_axes):
-        for level in levels[:1] if fits else levels:
-            fitting = yield from _evaluate_data_parallel_zero(state, level)
-            if fitting or state.expired():
-                break
+    large = state.best is not None and len(layout_costs.layered_graph(1).graph.ops) > _MOST_ZERO_OPS
+    levels = range(2, (3 if most is None else most) + 1)
+    fitting = [e for e in state.evaluations.all if e.fits and e.eligible and e.candidate is not None]
+    best = min(fitting, key=lambda e: e.seconds, default=None)
     unfit = [e for e in state.evaluations.all if not e.fits and e.seconds < _seconds(state)]
+    yield from evaluate_data_parallel_zero(state)
     starts = [] if large else sorted(unfit, key=lambda e: e.memory_ratio)[:FORECASTS]
-    for evaluation in [state.best, *starts] if state.best is not None else starts:
+    for evaluation in [best, *starts] if best is not None else starts:
         if evaluation.candidate is None or state.expired():
             continue
         split = split_by_data_axes(evaluation.built(layout_costs).completed)
         candidate = replace(evaluation.candidate, origin="search")
         if evaluation is not state.best:
             evaluation.release()
-        for level in levels[1:]:
+        for level in levels:
             if split >= _NEEDED_SPLIT[level]:
                 yield state.record(state.evaluations.evaluate(replace(candidate, zero=level)))
 
@@ -190,27 +187,6 @@ def evaluate_rings(state: SearchState) -> Iterator[Event]:
             yield state.record(evaluation_of(replace(program, origin="search"), other_layouts=True))
         if state.expired():
             return
-
-
-def _evaluate_data_parallel_zero(state: SearchState, level: int) -> Generator[Event, None, bool]:
-    """Data parallelism with a level of ZeRO, with more micro-batches until it fits; whether it does."""
-    name, devices = f"data parallel, ZeRO-{level}", state.layout_costs.devices
-    decisions = replace(state.constraints.start, zero=level)
-    every = sorted(state.pipelines.counts)
-    for _ in range(FORECASTS):
-        yield Event(name)
-        program = data_parallel(state.layout_costs, devices, name, decisions=decisions)
-        if isinstance(program, str):
-            state.evaluations.baselines.setdefault(name, program)
-            return False
-        evaluation = evaluation_of(program)
-        yield state.record(evaluation)
-        needed = decisions.micro_batches * evaluation.memory_ratio
-        count = next((n for n in every if n >= needed and n > decisions.micro_batches), None)
-        if evaluation.fits or count is None or state.expired():
-            return evaluation.fits
-        decisions = replace(decisions, micro_batches=count)
-    return False
 
 
 def _seconds(state: SearchState) -> float:
