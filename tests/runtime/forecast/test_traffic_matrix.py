@@ -74,7 +74,7 @@ def test_every_change_of_layout_counts() -> None:
 
 
 def test_lengths_on_a_group_are_computed_once_for_all_members(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every rank gathers with the lengths of the whole group: they are those of all ranks, not a table each."""
+    """Every rank gathers with the lengths of the whole group: those of all ranks, not a table for each."""
     build = built(6)
     for rank in range(RANKS):
         build.program(rank)
