@@ -57,7 +57,7 @@ def test_auto_is_not_behind_its_baselines(name: str) -> None:
     seconds = {name: other for name, other in plan.baselines.items() if not isinstance(other, str)}
     assert min(seconds.values()) >= plan.forecast.seconds
     assert {"data parallel", "double recursion"} < set(plan.baselines)
-    assert [name.partition(":")[0] for name in plan.baselines][1:5] == [
+    assert [name.partition(":")[0] for name in plan.baselines if name.startswith("uniform")] == [
         "uniform, without ZeRO", "uniform, ZeRO-1", "uniform, ZeRO-3", "uniform stages, layouts free",
     ]  # fmt: skip
     printed, explained = str(plan), (ROOT / "docs" / "planning" / "plan.md").read_text()
