@@ -91,6 +91,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.timeout(300)  # a search of up to a minute of work, on a machine that may be busy
 @pytest.mark.filterwarnings("ignore:.*wall clock ended the search:RuntimeWarning")  # any plan trains equally
 @pytest.mark.parametrize("setting", STRATEGIES)
 @pytest.mark.parametrize("name", CASES)

@@ -71,6 +71,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 
+@pytest.mark.timeout(300)  # a search of up to a minute of work, on a machine that may be busy
 @pytest.mark.filterwarnings("ignore:.*wall clock ended the search:RuntimeWarning")  # any plan trains equally
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("name", MODELS)
