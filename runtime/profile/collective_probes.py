@@ -170,7 +170,7 @@ def measure(transport: Transport, pattern: Pattern, repeats: int, cores: CoreSha
 
 
 def _runs(most: int, seconds: float) -> int:
-    """Number of runs that take so many seconds each."""
+    """Number of runs in a measurement, `most` at most, if one run takes `seconds`."""
     return max(1, min(most, int(_RUN_SECONDS / max(seconds, 1e-9))))
 
 
