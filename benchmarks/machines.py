@@ -1,20 +1,31 @@
-"""How much time a step loses to late stages, messages and ranks, under both executors of the order of tasks.
+"""Several machines: placement, searched plans, executors and losses of ranks, measured beside the forecasts.
 
-    python benchmarks/machines.py [--quick] [--json FILE]
+    python -m benchmarks.machines [--only PART ...] [--quick] [--json FILE]
 
-Compared, in one MPI job and in turns: a training step under `Strategy(executor="actors")` and under "static",
-for pipelines of four stages (a row under 1F1B and eager 1F1B) and for branches (three stages read one and are
-summed on it), 8 micro-batches. Stages pause for 1.5 ms forward and 3 ms backward besides a small layer.
+Machines are network namespaces of this computer with links of limited speed and shares of the cores
+(`benchmarks.support.machines`; they need root, the part `actors` does not). The parts, which are also the
+keys of the result:
 
-* `even`: nothing is late.
-* `slow stage`: the tasks of one stage, drawn for each step, take up to 9 ms longer, drawn for each task.
-* `late messages`: data arrive up to 13.5 ms after they were sent; decisions and signals are not delayed.
-* `stopped rank`: one rank does nothing for 200 ms in one micro-batch.
+* `mapping`: a program with tensor parallelism on two machines of two ranks, under the mapping that distgraph
+  chooses, the identity and the worst mapping (`benchmarks/support/placement.py`).
+* `plans`: searched plans against the fastest of all uniform plans, for a GPT, a conv net and a mixture of
+  experts, on three speeds of the network and on machines of unequal speed
+  (`benchmarks/support/plans_on_networks.py`).
+* `resharding`: a tensor that goes from machine to machine with and without an all_gather at its end, and
+  gradients summed by one all_reduce or in a hierarchy (`benchmarks/support/resharding_on_networks.py`).
+* `actors`: a step under `Strategy(executor="actors")` over one under "static"
+  (`benchmarks/support/actor_runs.py`). Pipelines of four stages, a row under 1F1B and eager 1F1B, and
+  branches: three stages read one and are summed on it; 8 micro-batches. Stages pause for 1.5 ms forward and 3
+  ms backward besides a small layer. In `even` nothing is late. In `slow stage` the tasks of one stage, drawn
+  for each step, take up to 9 ms longer, drawn for each task. In `late messages` data arrive up to 13.5 ms
+  after they were sent; decisions and signals are not delayed. In `stopped rank` one rank does nothing for
+  200 ms in one micro-batch. Both executors get the same delays, and must give the same losses bit for bit. A
+  ratio is the median over pairs of (seconds under actors) / (seconds under static), with the 95 % interval of
+  the median. `no_jitter_ratio` is the largest of `even`, `straggler_ratio` the mean over the other scenarios.
+* `elastic`: ranks and machines that are lost in jobs of `distgraph run --elastic`, in the campaign
+  `tests/campaigns/elastic.py`; `recovery_seconds_max` is that from the signal to the end of the next step.
 
-Both executors get the same delays, and must give the same losses bit for bit. A ratio is the median over
-pairs of (seconds under actors) / (seconds under static), with the 95 % interval of the median; below 1 actors
-are faster. `actors.no_jitter_ratio` is the largest of `even`, `actors.straggler_ratio` the mean over the
-other scenarios and programs.
+With --quick: one speed, one model with two uniform plans, 8 pairs and two losses; some four minutes.
 """
 
 from __future__ import annotations
@@ -23,61 +34,137 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import mean, median
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.safety import interval
+from benchmarks.support import placement, plans_on_networks, resharding_on_networks
+
 ROOT = Path(__file__).resolve().parent.parent
 RANKS = 4
+LOST = ("kill", "machine")
+"""Disturbances of the campaign: one of four ranks is killed, and one of two machines is lost."""
+
+
+def mapping(quick: bool) -> Any:
+    """Steps under three mappings at each speed of the network."""
+    rows = []
+    for rate in (100,) if quick else (100, 400, 1000):
+        row = placement.at_rate(rate, steps=6 if quick else 12, rounds=1 if quick else 2)
+        over_chosen = {
+            f"{kind}_{name}_over_chosen": row[f"{kind}_ratio"][name]
+            for kind in ("measured", "forecast")
+            for name in ("worst", "identity")
+        }
+        rows.append({"rate": rate, **over_chosen, **row})
+    keys = ("rate", *over_chosen)
+    show("mapping", keys, [[f"{row[key]:.3g}" for key in keys] for row in rows])
+    return rows
+
+
+def plans(quick: bool) -> Any:
+    """Searched plans over the fastest uniform plans."""
+    rows = plans_on_networks.run_all(quick)
+    keys = ("network", "model", "searched_over_best_uniform", "forecast_ratio", "forecast_error", "untried")
+    show("plans", keys, [[_text(row[key]) for key in keys] for row in rows])
+    return rows
+
+
+def resharding(quick: bool) -> Any:
+    """Gains of the all_gather behind a transfer and of a hierarchical all_reduce."""
+    rows = []
+    for rate in (400,) if quick else (100, 400, 1000):
+        rounds, seconds = (1, 50.0) if quick else (3, 60.0)
+        rows.append(resharding_on_networks.run(rate, rounds, seconds))
+    names = [(gain, kind) for gain in rows[0]["gains"]["measured"] for kind in ("measured", "forecast")]
+    texts = [[str(row["rate"]), *(f"{row['gains'][kind][gain]:.2f}" for gain, kind in names)] for row in rows]
+    show("resharding", ("Mbit/s", *(f"{gain}, {kind}" for gain, kind in names)), texts)
+    return rows
+
+
+def actors(quick: bool) -> Any:
+    """Steps under actors over those in the recorded order."""
+    runs = [sys.executable, "-m", "mpi4py", "-m", "benchmarks.support.actor_runs", "8" if quick else "30"]
+    printed = _printed(["mpiexec", "-n", str(RANKS), *runs])
+    rows = []
+    for row in json.loads(printed.strip().splitlines()[-1]):
+        ratio, low, high = interval(row.pop("ratios"))
+        static = median(row.pop("static"))
+        rows.append({**row, "static_seconds": static, "ratio": ratio, "low": low, "high": high})
+    texts = [
+        [
+            row["program"],
+            row["scenario"],
+            f"{row['static_seconds'] * 1e3:.1f}",
+            f"{row['ratio']:.3f}",
+            f"{row['low']:.3f} - {row['high']:.3f}",
+        ]
+        for row in rows
+    ]
+    show("actors", ("program", "scenario", "static, ms", "actors / static", "95 %"), texts)
+    return {
+        "no_jitter_ratio": max(row["ratio"] for row in rows if row["scenario"] == "even"),
+        "straggler_ratio": mean(row["ratio"] for row in rows if row["scenario"] != "even"),
+        "rows": rows,
+    }
+
+
+def elastic(quick: bool) -> Any:
+    """Losses in elastic jobs."""
+    script, trials = str(ROOT / "tests/campaigns/elastic.py"), "2" if quick else "20"
+    result = json.loads(_printed([sys.executable, script, "--trials", trials, "--kinds", *LOST]))
+    keys = ("trials", "failed", "recovery_seconds_max")
+    show("elastic", keys, [[str(result[key]) for key in keys]])
+    return result
+
+
+PARTS: dict[str, Callable[[bool], Any]] = {
+    "mapping": mapping,
+    "plans": plans,
+    "resharding": resharding,
+    "actors": actors,
+    "elastic": elastic,
+}
+
+
+def _text(value: object) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def show(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table."""
+    table = Table(*head, title=title)
+    for row in rows:
+        table.add_row(*row)
+    Console(width=140).print(table)
+
+
+def _printed(command: list[str]) -> str:
+    done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+    return done.stdout
 
 
 def main() -> None:
-    """Run the measurement and print it."""
-    from benchmarks.safety import interval
-
+    """Run the measurements and print them."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    parser.add_argument("--quick", action="store_true", help="8 pairs instead of 30")
+    parser.add_argument("--only", nargs="+", default=list(PARTS), choices=list(PARTS), help="parts")
+    parser.add_argument("--quick", action="store_true", help="less of everything, about four minutes")
     parser.add_argument("--json", type=Path, help="write the figures there")
     arguments = parser.parse_args()
-    command = [
-        "mpiexec",
-        "-n",
-        str(RANKS),
-        sys.executable,
-        "-m",
-        "mpi4py",
-        "-m",
-        "benchmarks.support.actor_runs",
-    ]
-    done = subprocess.run(
-        [*command, "8" if arguments.quick else "30"], check=False, cwd=ROOT, capture_output=True, text=True
-    )
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr}")
-    rows = json.loads(done.stdout.strip().splitlines()[-1])
-    table = Table("program", "scenario", "static, ms", "actors / static", "95 %")
-    figures = []
-    for row in rows:
-        ratio, low, high = interval(row["ratios"])
-        milliseconds = median(row["static"]) * 1e3
-        table.add_row(
-            row["program"], row["scenario"], f"{milliseconds:.1f}", f"{ratio:.3f}", f"{low:.3f} - {high:.3f}"
-        )
-        figures.append(
-            {**{k: row[k] for k in ("program", "scenario")}, "ratio": ratio, "low": low, "high": high}
-        )
-    Console().print(table)
-    even = max(figure["ratio"] for figure in figures if figure["scenario"] == "even")
-    late = mean(figure["ratio"] for figure in figures if figure["scenario"] != "even")
-    print(f"no_jitter_ratio {even:.3f}, straggler_ratio {late:.3f}")
-    if arguments.json:
-        actors = {"no_jitter_ratio": even, "straggler_ratio": late, "rows": figures}
-        arguments.json.write_text(json.dumps({"actors": actors}, indent=1) + "\n")
+    figures = {}
+    for part in arguments.only:
+        figures[part] = PARTS[part](arguments.quick)
+        if arguments.json:
+            arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
     main()

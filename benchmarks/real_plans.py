@@ -10,7 +10,7 @@ optimiser states split, with parameters split too, in each of 1, 2 and 4 micro-b
 
 One job of as many ranks runs them all, with one BLAS thread a rank, the searched plan first and the others in
 the order of their forecasts; a step takes as long as on the slowest rank. A plan whose first steps take more
-than 1.5 times as long as the best so far is out; the others take turns, a few steps each, and after every
+than 1.5 times as long as the best uniform one so far is out; the others take turns, a few steps each, and after every
 second round the slower half of them is out, by the median of all its steps, until one is left. Last this one
 and the searched plan take turns, and only these steps count: the least of many medians is below what the plan
 would show again, however many plans were equally fast. The ratio is that of the medians of one turn, median
@@ -96,320 +96,24 @@ import argparse
 import io
 import json
 import os
-import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-from rich.console import Console
-from rich.table import Table
-
-import distgraph as dg
-from benchmarks.support.all_uniform_pipelines import uniform_pipelines
-from distgraph import nn, ops, optim
-from distgraph.engine.commands.plan_search import SearchOptions, search
-from distgraph.engine.compile.compile_request import CompileRequest
-from distgraph.engine.compile.training_spec import TrainingSpec
-from distgraph.engine.search_driver.candidate import build_candidate, plan_of
-from distgraph.engine.search_driver.layout_costs import LayoutCosts
-from distgraph.engine.search_driver.search_space import pools_of
-from distgraph.models import GPT, GPTConfig
-from distgraph.passes.search.intra_op.restrictions import Restriction
-from distgraph.plan.plan import Plan
-from distgraph.resources import Cluster, load_cluster
+from benchmarks.support.measured_plans import MODELS, Place, compared
+from distgraph.resources import load_cluster
 from distgraph.runtime.launch.launch import launch
-from distgraph.runtime.launch.mpi_rank import current_transport
 from distgraph.runtime.profile.profiler import Request, profile
 
-ROOT = Path(__file__).resolve().parent.parent
-THREADS = dict.fromkeys(
-    ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"), "1"
-)
-SCRIPT = "import sys; from benchmarks.real_plans import rank_main; rank_main(sys.argv[1:])\n"
-UNIFORM: tuple[Restriction, ...] = ("uniform", "zero1", "zero3")
-SEARCH, MAKE = 0.2, 0.4  # of a model's time are over when the search, and when making uniform plans ends
-TRIAL, CHOICE = 0.3, 0.6  # of what is left then: when first turns, and when the choice of the fastest ends
-OUT = 1.5  # times the best so far
-STEPS = 5  # a turn, after one that does not count
-MICRO_BATCHES = (1, 2, 4)
-LENGTH, CLASSES, IMAGE = 64, 10, 16
 
-
-class Images(nn.Module):
-    """Three convolutions and two linear layers."""
-
-    def __init__(self) -> None:
-        self.conv1 = nn.Conv2d(3, 32, 3, padding=1)
-        self.conv2, self.conv3 = nn.Conv2d(32, 64, 3, padding=1), nn.Conv2d(64, 64, 3, padding=1)
-        self.up, self.down = nn.Linear(64 * (IMAGE // 4) ** 2, 1024), nn.Linear(1024, CLASSES)
-        self.pool = nn.MaxPool2d(2)
-
-    def forward(self, x: Any) -> Any:
-        """[batch, 3, 16, 16] images to logits."""
-        x = self.pool(ops.relu(self.conv1(x)))
-        x = self.pool(ops.relu(self.conv3(ops.relu(self.conv2(x)))))
-        return self.down(ops.relu(self.up(nn.Flatten()(x))))
-
-
-class Experts(nn.Module):
-    """Two mixtures of experts over embedded bytes."""
-
-    def __init__(self) -> None:
-        self.token, self.head = nn.Embedding(256, 128), nn.Linear(128, 256)
-        self.blocks = [nn.MoE(128, 256, 4) for _ in range(2)]
-
-    def forward(self, text: Any) -> Any:
-        """[batch, length] bytes to logits."""
-        x = self.token(text)
-        for block in self.blocks:
-            x = x + block(x)
-        return self.head(x)
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """What is trained: shapes and dtypes of one sample."""
-
-    make: Any
-    batch: int
-    x: tuple[tuple[int, ...], str]
-    y: tuple[tuple[int, ...], str]
-
-    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        """A batch."""
-        random = np.random.default_rng(0)
-        found = []
-        for shape, dtype in (self.x, self.y):
-            size = (self.batch, *shape)
-            whole = random.integers(0, CLASSES, size).astype("i4")
-            found.append(whole if dtype == "i32" else random.normal(size=size).astype("f4"))
-        return found[0], found[1]
-
-    def compile_request(self) -> CompileRequest:
-        """The program that is searched."""
-        training_spec = TrainingSpec(self.make(), nn.CrossEntropy(), optim.Adam(lr=1e-3), {}, dg.Strategy())
-        return CompileRequest(training_spec, "train", self.batch, {"batch.0": self.x, "batch.1": self.y}, {})
-
-
-def _gpt() -> GPT:
-    return GPT(GPTConfig(hidden=256, layers=4, heads=8, vocabulary=512, sequence=LENGTH))
-
-
-TEXT = ((LENGTH,), "i32")
-MODELS = {
-    "gpt": Model(_gpt, 16, TEXT, TEXT),
-    "conv": Model(Images, 64, ((3, IMAGE, IMAGE), "f32"), ((), "i32")),
-    "moe": Model(Experts, 32, TEXT, TEXT),
-}
-
-
-Rounds = dict[str, list[list[float]]]
-"""Seconds of steps, by turn, by plan."""
-
-
-class Turns:
-    """Engines of one rank that take turns, and what the steps of each took.
-
-    Args:
-        model: what is trained.
-        cluster: that the plans were made for; it prices their changes of layout.
-        seconds: for everything.
-    """
-
-    def __init__(self, model: Model, cluster: Cluster, seconds: float) -> None:
-        transport = current_transport()
-        assert transport is not None
-        self.transport, self.model, self.batch = transport, model, model.arrays()
-        self.cluster = cluster
-        self.begin, self.seconds = time.monotonic(), seconds
-        self.engines: dict[str, dg.Engine] = {}
-        self.rounds: Rounds = {}
-
-    def goes_on(self, share: float) -> bool:
-        """Whether that share of the time is not over; the same on all ranks."""
-        over = time.monotonic() >= self.begin + share * self.seconds
-        return not self.transport.broadcast_object(over, 0)
-
-    def turn(self, name: str) -> list[float]:
-        """Seconds of some steps, each on its slowest rank; the same on all ranks."""
-        own = []
-        for _ in range(1 + STEPS):
-            self.transport.barrier()
-            start = time.perf_counter()
-            self.engines[name].run(self.batch)
-            own.append(time.perf_counter() - start)
-        found = self.transport.gather_objects(own, 0)
-        slowest = None if found is None else [max(column) for column in zip(*found, strict=True)][1:]
-        together: list[float] = self.transport.broadcast_object(slowest, 0)
-        return together
-
-    def median(self, name: str) -> float:
-        """Seconds of a step so far."""
-        return median(self.rounds[name])
-
-    def try_all(self, files: Sequence[Path]) -> None:
-        """One turn of every plan, as long as there is time; those far behind are closed."""
-        for file in files:
-            if len(self.rounds) > 1 and not self.goes_on(TRIAL):
-                break
-            name, loss, optimizer = file.stem, nn.CrossEntropy(), optim.Adam(lr=1e-3)
-            plan, model = Plan.load(file), self.model.make()
-            self.engines[name] = dg.Engine(model, loss, optimizer, cluster=self.cluster, plan=plan)
-            self.rounds[name] = [self.turn(name)]
-            if self.median(name) > OUT * min(map(self.median, self.rounds)):
-                self.engines.pop(name).close()
-
-    def fastest(self, names: Sequence[str], beside: str) -> str:
-        """The fastest of some plans, by halves."""
-        while len(names) > 1 and self.goes_on(CHOICE):
-            for name in 2 * [beside, *names]:
-                self.rounds[name].append(self.turn(name))
-            names = sorted(names, key=self.median)[: (len(names) + 1) // 2]
-        return min(names, key=self.median)
-
-    def last(self, pair: Sequence[str]) -> Rounds:
-        """Turns of two plans until the time is up."""
-        found: Rounds = {name: [] for name in pair}
-        while not all(found.values()) or self.goes_on(1.0):
-            for name in pair:
-                found[name].append(self.turn(name))
-            pair = pair[::-1]
-        return found
-
-
-def rank_main(arguments: list[str]) -> None:
-    """One rank of a job that tries the plans of a folder, the searched one first; rank 0 prints seconds by
-    plan and turn, those of the choice and those that count."""
-    turns = Turns(MODELS[arguments[0]], load_cluster(arguments[3]), float(arguments[2]))
-    files = sorted(Path(arguments[1]).glob("*.json"))
-    turns.try_all(files)
-    ours = files[0].stem
-    others = [name for name in turns.engines if name != ours]
-    last = turns.last([ours, turns.fastest(others, ours)])
-    if turns.transport.rank == 0:
-        print(json.dumps([turns.rounds, last]))
-
-
-def measured(model: str, folder: Path, cluster: Cluster, seconds: float) -> tuple[Rounds, Rounds]:
-    """Try the plans of a folder in one job, see `rank_main`."""
-    out, errors = io.StringIO(), io.StringIO()
-    script = folder / "rank.py"
-    script.write_text(SCRIPT)
-    env = {**os.environ, **THREADS, "PYTHONPATH": str(ROOT)}
-    arguments = [str(script), model, str(folder), str(seconds), cluster.source]
-    if launch(len(cluster.devices), arguments, env=env, stdout=out, stderr=errors):
-        sys.exit(f"{model} on {len(cluster.devices)} ranks:\n{errors.getvalue()}")
-    rounds, last = json.loads(out.getvalue().strip().splitlines()[-1])
-    return rounds, last
-
-
-def uniform_plans(
-    request: CompileRequest, cluster: Cluster, end: float, most: int | None
-) -> dict[str, Plan | None]:
-    """Every uniform plan by name, those of least estimate first; equal programs once, None past the end."""
-    layout_costs = LayoutCosts(request, cluster, pools_of(cluster))
-    rows = [
-        row
-        for micro in MICRO_BATCHES
-        for restriction in UNIFORM
-        for row in uniform_pipelines(layout_costs, micro, restriction)
-    ]
-    found: dict[str, Plan | None] = {}
-    programs = []
-    for row in sorted(rows, key=lambda row: row.estimate):
-        if most is not None and len(found) == most:
-            break
-        name = f"{row.origin}, {row.micro_batches} micro-batch{'es' * (row.micro_batches > 1)}"
-        if len(found) > 1 and time.monotonic() > end:
-            found[name] = None
-            continue
-        plan = plan_of(build_candidate(row, layout_costs), layout_costs)
-        program = program_of(plan)
-        if program not in programs:
-            programs.append(program)
-            found[name] = plan
-    return found
-
-
-def program_of(plan: Plan) -> tuple[object, ...]:
-    """What makes two plans the same program."""
-    return plan.tensors, plan.ops, plan.rest, plan.stages, plan.micro_batches
-
-
-def ratios(ours: list[list[float]], theirs: list[list[float]]) -> tuple[float, tuple[float, float]]:
-    """Median over turns of the ratio of medians, and the interval of 95 % (bootstrap over turns)."""
-    pairs = zip(ours, theirs, strict=True)
-    each = np.array([statistics.median(a) / statistics.median(b) for a, b in pairs])
-    drawn = np.random.default_rng(0).choice(each, (2000, len(each)))
-    low, high = np.quantile(np.median(drawn, axis=1), (0.025, 0.975))
-    return float(np.median(each)), (float(low), float(high))
-
-
-def compared(name: str, cluster: Cluster, seconds: float, folder: Path, quick: bool) -> dict[str, Any]:
-    """Search, make the uniform plans, run all in turns."""
-    begin = time.monotonic()
-    request, ranks = MODELS[name].compile_request(), len(cluster.devices)
-    searched = search(request, cluster, SearchOptions(seconds=SEARCH * seconds))
-    made = uniform_plans(request, cluster, begin + MAKE * seconds, 2 if quick else None)
-    known = {title: plan for title, plan in made.items() if plan is not None and plan.forecast is not None}
-    same = next((title for title, plan in known.items() if program_of(plan) == program_of(searched)), None)
-    known.pop(same or "", None)
-    seconds_of = {title: plan.forecast.seconds for title, plan in known.items() if plan.forecast}
-    order = sorted(known, key=seconds_of.__getitem__)
-    plans = {"searched": searched, **{title: known[title] for title in order}}
-    folder.mkdir()
-    for number, plan in enumerate(plans.values()):
-        plan.save(folder / f"{number:03}.json")
-    chosen, counted = (
-        {title: found[f"{i:03}"] for i, title in enumerate(plans) if f"{i:03}" in found}
-        for found in measured(name, folder, cluster, begin + seconds - time.monotonic())
-    )
-    rounds = {title: found + counted.get(title, []) for title, found in chosen.items()}
-    (best,) = (title for title in counted if title != "searched")
-    untried = len(made) + (same is None) - len(rounds)
-    ratio, interval = ratios(counted["searched"], counted[best])
-    show(f"{name} on {ranks} ranks" + f", {untried} not tried" * (untried > 0), plans, rounds)
-    return {
-        "model": name,
-        "ranks": ranks,
-        "searched_seconds": median(counted["searched"]),
-        "best_uniform_seconds": median(counted[best]),
-        "ratio": ratio,
-        "interval": interval,
-        "turns": len(counted[best]),
-        "best_uniform": best,
-        "same": same,
-        "untried": untried,
-        "searched": [str(stage.mesh) for stage in searched.stages],
-        "micro_batches": searched.micro_batches,
-        "rounds": {title: len(found) for title, found in rounds.items()},
-        "measured": {title: median(found) for title, found in rounds.items()},
-        "forecast": {title: plan.forecast.seconds for title, plan in plans.items() if plan.forecast},
-        "load": os.getloadavg()[0],
-    }
-
-
-def median(rounds: list[list[float]]) -> float:
-    """Of all steps."""
-    return statistics.median(seconds for own in rounds for seconds in own)
-
-
-def show(title: str, plans: dict[str, Plan], rounds: dict[str, list[list[float]]]) -> None:
-    """The table of one model."""
-    table = Table("plan", "measured", "quartiles", "rounds", "forecast", title=title)
-    steps = {name: [seconds for own in found for seconds in own] for name, found in rounds.items()}
-    for name in sorted(steps, key=lambda name: statistics.median(steps[name])):
-        low, middle, high = np.quantile(steps[name], (0.25, 0.5, 0.75)) * 1e3
-        estimate = plans[name].forecast
-        forecast = "" if estimate is None else f"{estimate.seconds * 1e3:.2f} ms"
-        quartiles = f"{low:.2f} - {high:.2f}"
-        table.add_row(name, f"{middle:.2f} ms", quartiles, str(len(rounds[name])), forecast)
-    Console(width=120).print(table)
+def _start(ranks: int, arguments: Sequence[str], variables: dict[str, str]) -> None:
+    """Run a script with arguments on ranks of this machine."""
+    errors = io.StringIO()
+    if launch(ranks, arguments, env={**os.environ, **variables}, stdout=io.StringIO(), stderr=errors):
+        sys.exit(f"{' '.join(arguments)} on {ranks} ranks:\n{errors.getvalue()}")
 
 
 def main() -> None:
@@ -425,7 +129,7 @@ def main() -> None:
     given = parser.parse_args()
     seconds = 50.0 if given.quick else 60 * given.minutes
     jobs = (2,) if given.quick else (2, 4)
-    names = [name for name in MODELS if name.startswith(given.only)]
+    names, most = [name for name in MODELS if name.startswith(given.only)], 2 if given.quick else None
     figures = []
     with tempfile.TemporaryDirectory() as temporary:
         folder, begin = Path(temporary), time.monotonic()
@@ -439,7 +143,9 @@ def main() -> None:
         left = [(file, name) for file in files for name in names]
         for number, (file, name) in enumerate(left):
             share = (begin + seconds - time.monotonic()) / (len(left) - number)
-            figures.append(compared(name, load_cluster(file), share, folder / str(number), given.quick))
+            cluster = load_cluster(file)
+            place = Place(cluster, partial(_start, len(cluster.devices)))
+            figures.append(compared(name, place, share, folder / str(number), most=most))
     print(json.dumps(figures))
     if given.json:
         given.json.write_text(json.dumps(figures, indent=1))

@@ -69,7 +69,7 @@ def test_no_probe_has_a_length_of_a_benchmark_or_of_a_tutorial() -> None:
     """From 48 on: shorter ones, such as batches and channels of images, are in every program."""
     files = [
         *(ROOT / "tutorials").glob("*.py"),
-        *(BENCHMARKS / n for n in ("own_forecast.py", "real_plans.py")),
+        *(BENCHMARKS / n for n in ("own_forecast.py", "support/measured_plans.py")),
     ]
     nodes = (node for file in files for node in ast.walk(ast.parse(file.read_text())))
     written = {node.value for node in nodes if isinstance(node, ast.Constant) and type(node.value) is int}
