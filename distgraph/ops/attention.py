@@ -70,9 +70,12 @@ def _visible(attrs: Attrs, local: Local) -> Attrs:
 def _kernel(
     xp: Any, q: Any, k: Any, v: Any, out: Any = None, *, keys: int | None = None, **attrs: Any
 ) -> Any:
-    if keys is not None:
-        k, v = k[:, :, :keys], v[:, :, :keys]
-    return kernels.attention(xp, q, k, v, out=out, **attrs)
+    return kernels.attention(xp, q, *_seen(k, v, keys), out=out, **attrs)
+
+
+def _seen(k: Any, v: Any, keys: int | None) -> tuple[Any, Any]:
+    """The first `keys` keys and their values; all of them for None."""
+    return (k, v) if keys is None else (k[:, :, :keys], v[:, :, :keys])
 
 
 def _grad_kernel(
@@ -90,11 +93,26 @@ def _grad_kernel(
 ) -> Any:
     if keys is None or keys >= k.shape[2]:
         return kernels.attention_grad(xp, do, q, k, v, o, lse, out=out, **attrs)
-    dq, near_k, near_v = kernels.attention_grad(xp, do, q, k[:, :, :keys], v[:, :, :keys], o, lse, **attrs)
+    dq, near_k, near_v = kernels.attention_grad(xp, do, q, *_seen(k, v, keys), o, lse, **attrs)
     # the mask hides the keys after `near_k` from every query of this rank
     dk, dv = xp.zeros_like(k), xp.zeros_like(v)
     dk[:, :, :keys], dv[:, :, :keys] = near_k, near_v
     return store_all(xp, (dq, dk, dv), out)
+
+
+def _workspace(q: Any, k: Any, v: Any, *, keys: int | None = None, **attrs: Any) -> int:
+    return workspace.attention(q, *_seen(k, v, keys), **attrs)
+
+
+def _grad_workspace(
+    do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, *, keys: int | None = None, **attrs: Any
+) -> int:
+    seen = _seen(k, v, keys)
+    inside = workspace.attention_grad(do, q, *seen, o, lse, **attrs)
+    if keys is None or keys >= k.shape[2]:
+        return inside
+    gradients = sum(x.nbytes for x in (q, *seen))
+    return gradients + max(inside, k.nbytes + v.nbytes)
 
 
 def _from_rule(shapes: Shapes, attrs: Attrs) -> Rule:
@@ -172,7 +190,7 @@ define(
     localize=_visible,
     cost="matmul",
     matmul_dims=_matmul_dims(0),
-    workspace=workspace.attention,
+    workspace=_workspace,
 )
 define(
     "attention_from",
@@ -193,7 +211,7 @@ define(
     localize=_visible,
     cost="matmul",
     matmul_dims=_matmul_dims(1),
-    workspace=workspace.attention_grad,
+    workspace=_grad_workspace,
 )
 
 

@@ -100,12 +100,18 @@ def contractions() -> Iterator[Case]:
     heads = (f32(4, 256, 8, 32).transpose(0, 2, 1, 3) for _ in range(3))
     yield Case("attention", tuple(heads), {"causal": True})
     yield Case("attention", tuple(f32(8, 4, 256, 64) for _ in range(3)), {"causal": False}, "whole")
+    visible = (f32(4, 8, 64, 32), f32(4, 8, 256, 32), f32(4, 8, 256, 32))  # queries 64 to 127 of 256
+    yield Case("attention", visible, {"causal": True, "keys": 128}, "split")
     yield Case("dynamic_slice", (f32(64, 1024), np.array([8, 0])), {"sizes": (32, 1024)})
     cached = (f32(4, 8, 64, 64), f32(4, 8, 256, 64), f32(4, 8, 256, 64), np.array(192))
     yield Case("attention_from", cached, {"scale": 0.1})
     for causal in (True, False):
         shapes = [f32(4, 256, 8, 32).transpose(0, 2, 1, 3) for _ in range(5)]
         yield Case("attention_grad", (*shapes, f32(4, 8, 256)), {"causal": causal}, f"causal={causal}")
+    q, k, v = visible
+    for keys in (128, 256):
+        split = {"causal": True, "keys": keys}
+        yield Case("attention_grad", (q, q, k, v, q, f32(4, 8, 64)), split, f"split, keys={keys}")
 
     for shift in (0, 1):
         step = {"causal": True, "scale": 0.2, "parts": 4, "shift": shift, "block": 2}
