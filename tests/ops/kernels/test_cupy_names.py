@@ -25,7 +25,12 @@ def cupy() -> Any:
 
 def used() -> set[str]:
     """Dotted names below an array namespace, of everything that runs with CuPy."""
-    files = [*ROOT.glob("kernels/*.py"), *ROOT.glob("ops/*.py"), *ROOT.glob("engine/*.py"), ROOT / "init.py"]
+    files = [
+        *ROOT.glob("kernels/**/*.py"),
+        *ROOT.glob("ops/*.py"),
+        *ROOT.glob("engine/*.py"),
+        ROOT / "init.py",
+    ]
     files += [
         ROOT / "runtime" / f"{name}.py" for name in ("device", "nccl", "worker", "codegen", "collectives")
     ]
