@@ -13,7 +13,7 @@ from importlib import import_module
 from pkgutil import walk_packages
 
 import pytest
-from support.devices.nvrtc import CudaSourceError, library_path, ptx
+from support.devices.nvrtc import CudaSourceError, library_path, ptx, resources
 
 from distgraph import kernels
 from distgraph.kernels._elementwise import Fused
@@ -135,11 +135,21 @@ def test_a_source_of_blocks_compiles(name: str, dtype: str, architecture: str) -
         assert not re.search(r"\.f64\b", compiled), f"{name} computes in double"
 
 
+@pytest.mark.parametrize("architecture", ["sm_70", "sm_80", "sm_90"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_tiles_of_the_largest_heads_fit_into_shared_memory(dtype: str) -> None:
-    """A block has 48 KiB without opting in to more."""
+def test_machine_code_of_attention_fits(dtype: str, architecture: str) -> None:
+    """A block has 48 KiB of shared memory without opting in to more. The largest heads need few registers
+    beyond the 255 of a thread."""
     columns = MOST_COLUMNS // 16
     for name in ("attention", "attention_grad_q", "attention_grad_kv"):
-        compiled = ptx(block_program(BLOCK_KERNELS[name], dtype, (columns, columns)), "compute_80")
-        sizes = re.findall(r"\.shared \.align \d+ \.b8 \w+\[(\d+)\]", compiled)
-        assert 0 < sum(map(int, sizes)) <= 48 << 10
+        needed = resources(block_program(BLOCK_KERNELS[name], dtype, (columns, columns)), architecture)
+        assert 0 < needed["smem"] <= 48 << 10
+        assert 0 < needed["registers"] <= 255
+        assert needed["stores"] < 64
+
+
+def test_arrays_in_memory_and_too_much_shared_memory_are_noticed() -> None:
+    source = block_program(BLOCK_KERNELS["attention"], "float32")
+    assert ".local" in ptx(source.replace('_Pragma("unroll")', '_Pragma("unroll 1")'), "compute_80")
+    with pytest.raises(CudaSourceError, match="57728 bytes smem"):
+        resources(source.replace("A slice[SLICE]", "A slice[4 * SLICE]"), "sm_80")

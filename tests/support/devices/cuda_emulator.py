@@ -7,16 +7,19 @@ run, rounding of `exp`, conversion of float16 (see `cuda_emulation.h`).
 from __future__ import annotations
 
 import ctypes
+import re
 import shutil
 import subprocess
 from collections import Counter
 from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
+from threading import Lock
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from support.devices.fake_device import Hardware
 
 HEADER = Path(__file__).with_name("cuda_emulation.h")
 GUARD = 256
@@ -97,19 +100,24 @@ def emulator(folder: Path) -> Any:
         folder: for sources and libraries.
     """
     launches: Counter[str] = Counter()
+    lock = Lock()  # a library is built once, and has one block at a time in its variables
 
     class RawKernel:
         def __init__(self, code: str, name: str) -> None:
-            self.name, self.library = name, build(code, name, folder)
+            with lock:
+                self.name, self.library = name, build(code, name, folder)
 
         def __call__(self, grid: tuple[int], block: tuple[int], args: tuple[Any, ...]) -> None:
             assert len(grid) == len(block) == 1
             assert 0 < grid[0] < 1 << 31
-            launches[self.name.removeprefix("distgraph_")] += 1
-            ascending = self.run(grid[0], block[0], args, descending=False)
-            if not ascending.equal(self.run(grid[0], block[0], args, descending=True)):
-                raise RaceError(f"{self.name} computes other numbers with its threads in descending order")
-            ascending.copy_back()
+            with lock:
+                launches[self.name.removeprefix("distgraph_")] += 1
+                ascending = self.run(grid[0], block[0], args, descending=False)
+                if not ascending.equal(self.run(grid[0], block[0], args, descending=True)):
+                    raise RaceError(
+                        f"{self.name} computes other numbers with its threads in descending order"
+                    )
+                ascending.copy_back()
 
         def run(self, blocks: int, threads: int, args: tuple[Any, ...], *, descending: bool) -> Guarded:
             arrays = [a for a in args if isinstance(a, np.ndarray)]
@@ -128,3 +136,27 @@ def emulator(folder: Path) -> Any:
     namespace = SimpleNamespace(**{name: getattr(np, name) for name in dir(np) if not name.startswith("__")})
     namespace.RawKernel, namespace.launches = RawKernel, launches
     return namespace
+
+
+def on_stand_in(cupy: Any, hardware: Hardware, emulated: Any) -> type:
+    """The `RawKernel` of an emulator for arrays of the stand-in for CuPy, which sees what a kernel accesses.
+
+    Args:
+        cupy: the stand-in.
+        hardware: its streams.
+        emulated: an `emulator`.
+    """
+
+    class RawKernel:
+        def __init__(self, code: str, name: str) -> None:
+            self.run = emulated.RawKernel(code, name)
+            (parameters,) = re.findall(rf"{name}\((.*)\) \{{", code)
+            self.writes = [not declared.startswith("const ") for declared in parameters.split(", ")]
+
+        def __call__(self, grid: tuple[int], block: tuple[int], args: tuple[Any, ...]) -> None:
+            for a, writes in zip(args, self.writes, strict=True):
+                if isinstance(a, cupy.ndarray):
+                    hardware.touch(a.host, write=writes)
+            self.run(grid, block, tuple(a.host if isinstance(a, cupy.ndarray) else a for a in args))
+
+    return RawKernel
