@@ -17,11 +17,11 @@ from distgraph.kernels._common import (
     is_half,
     outputs,
     store,
-    widen,
 )
 from distgraph.kernels._jit import has_numba, jit
 from distgraph.kernels._math import exp32
 from distgraph.kernels._row_loops import row_max
+from distgraph.kernels.cuda.flash_attention import launch_attention, launch_attention_grad
 from distgraph.kernels.matmul import blas_ready, multiply_into
 
 _CACHE_SCORES = 1 << 17
@@ -163,7 +163,22 @@ def _softmax_tile(xp: Namespace, scores: Array, scale: float, first: int, compil
     return lse[..., 0]
 
 
-@computed_in_f32(0, 0)
+def _attention_on_cuda(
+    xp: Namespace,
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    out: Any = None,
+    wide: bool = False,
+) -> Any:
+    _split(q, k, v)
+    return launch_attention(xp, q, k, v, causal=causal, scale=scale, out=out, wide=wide)
+
+
+@computed_in_f32(0, 0, cuda=_attention_on_cuda)
 def attention(
     xp: Namespace,
     q: Array,
@@ -274,14 +289,21 @@ def attention_grad(
         dq [b, h, s, d], dk [b, g, t, d], dv [b, g, t, e].
     """
     if is_half(lse.dtype):
-        lse = attention(xp, widen(xp, q), widen(xp, k), widen(xp, v), causal=causal, scale=scale)[1]
+        lse = attention(xp, q, k, v, causal=causal, scale=scale, wide=True)[1]
     grads: tuple[Array, Array, Array] = _attention_grad(
         xp, do, q, k, v, o, lse, causal=causal, scale=scale, out=out
     )
     return grads
 
 
-@computed_in_f32(1, 2, 3)
+def _attention_grad_on_cuda(
+    xp: Namespace, do: Array, q: Array, k: Array, v: Array, *others: Array, **attrs: Any
+) -> Any:
+    _split(q, k, v)
+    return launch_attention_grad(xp, do, q, k, v, *others, **attrs)
+
+
+@computed_in_f32(1, 2, 3, cuda=_attention_grad_on_cuda)
 def _attention_grad(
     xp: Namespace,
     do: Array,
