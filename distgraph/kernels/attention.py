@@ -59,8 +59,13 @@ def _tiles(sizes: tuple[int, int, int, int, int], causal: bool, budget: int) -> 
 def largest_tile(
     q: Array, k: Array, v: Array, *, causal: bool, gradient: bool = False
 ) -> tuple[int, int, int]:
-    """The tile with most scores on a CPU: (rows of scores, keys that they see, pairs of batch and group)."""
+    """The tile with most scores on a CPU: (rows of scores, keys that they see, pairs of batch and group).
+
+    Zeros where there are no scores.
+    """
     sizes = batch, groups, heads, _, _ = _split(q, k, v)
+    if 0 in sizes:
+        return 0, 0, 0
     budget = _CACHE_SCORES // (2 if gradient else 1)
     largest = (0, 0, 0)
     for n, g, i, seen, _ in _tiles(sizes, causal, budget):

@@ -61,6 +61,15 @@ def test_what_processors_need_is_forecast(context_parallel: str) -> None:
     assert needed[0] > needed[1]
 
 
+def test_ranks_without_samples_are_forecast() -> None:
+    """Micro-batches of two samples on four ranks."""
+    made = model("gpt", 8)
+    annotate(made, GRID(dp=4))
+    trained = engine(made, micro_batches=BATCH // 2)
+    trained.prepare(batch(8))
+    assert trained.forecast(two_by_two(), runtime="distgraph_cpu").step_seconds > 0
+
+
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_zero_beside_a_ring(zero: int) -> None:
     made = laid_out("gpt", 8, FEW, "ring")
