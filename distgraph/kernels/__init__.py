@@ -14,8 +14,8 @@ once.
 
 Three implementations stand behind the one name and are chosen per call, from the arrays alone: plain array
 code that runs on NumPy and CuPy; loops compiled by Numba (extra ``fast``) for large NumPy arrays, where one
-pass over memory replaces many; elementwise CUDA kernels for the hot ones on CuPy. They agree to rounding, and
-bit for bit for random numbers.
+pass over memory replaces many; CUDA kernels on CuPy (`cuda/`), elementwise ones and those of rows and
+attention. They agree to rounding, and bit for bit for random numbers.
 
 Nothing is imported here: take kernels from their family, ``from distgraph.kernels.norm import layer_norm``.
 """

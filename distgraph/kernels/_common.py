@@ -42,6 +42,12 @@ def has_cuda(xp: Namespace) -> bool:
     return xp is not np and hasattr(xp, "ElementwiseKernel")
 
 
+def has_raw_kernels(xp: Namespace) -> bool:
+    """Whether the kernels whose blocks of threads work together (`cuda.block_kernel`) run on arrays of a
+    namespace."""
+    return xp is not np and hasattr(xp, "RawKernel")
+
+
 def special_functions(xp: Namespace) -> Any:
     """Where a namespace has ``erf`` and ``ndtri``: SciPy, its form for CuPy, or ``xp.special``."""
     if xp is np:
@@ -54,18 +60,27 @@ def is_half(dtype: Any) -> bool:
     return bool(dtype.itemsize == 2 and (dtype.kind == "f" or dtype.name == "bfloat16"))
 
 
-def widen(xp: Namespace, x: Array) -> Array:
-    """``x`` in float32 if it is of half precision, else ``x`` itself.
+def check_bfloat16(xp: Namespace, dtype: Any) -> None:
+    """Refuse bfloat16 where the installed CuPy has none.
 
     Raises:
         RuntimeFault: the installed CuPy is too old for bfloat16 (it came with CuPy 14).
     """
-    if not is_half(x.dtype):
-        return x
-    if has_cuda(xp) and x.dtype.name == "bfloat16" and int(xp.__version__.split(".")[0]) < 14:
+    if dtype.name == "bfloat16" and has_cuda(xp) and int(xp.__version__.split(".")[0]) < 14:
         raise RuntimeFault(
             f"cupy {xp.__version__} has no bfloat16 but the program uses it; install cupy 14 or use float16"
         )
+
+
+def widen(xp: Namespace, x: Array) -> Array:
+    """``x`` in float32 if it is of half precision, else ``x`` itself.
+
+    Raises:
+        RuntimeFault: as `check_bfloat16`.
+    """
+    if not is_half(x.dtype):
+        return x
+    check_bfloat16(xp, x.dtype)
     return x.astype(np.float32)
 
 
@@ -103,18 +118,27 @@ def empty(xp: Namespace, out: Array | None, shape: Sequence[int], dtype: Any) ->
     return xp.empty(tuple(shape), dtype)
 
 
-def computed_in_f32(*follows: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def computed_in_f32(
+    *follows: int, cuda: Callable[..., Any] | None = None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorate a kernel so that half-precision operands are computed in float32 and rounded once.
 
     With the attribute ``wide`` of an op the results are not rounded.
 
     Args:
         follows: for each result, the position of the operand whose dtype it has.
+        cuda: the kernel in CUDA, which is called first on a namespace with ``RawKernel``, with the same
+            arguments and ``wide``. It reads and writes half precision itself. It returns the results, or None
+            for operands that it does not take.
     """
 
     def decorate(kernel: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(kernel)
         def run(xp: Namespace, *arrays: Array, out: Any = None, wide: bool = False, **attrs: Any) -> Any:
+            if cuda is not None and has_raw_kernels(xp):
+                results = cuda(xp, *arrays, out=out, wide=wide, **attrs)
+                if results is not None:
+                    return results
             dtypes = [getattr(a, "dtype", None) for a in arrays]
             if not any(d is not None and is_half(d) for d in dtypes):
                 return kernel(xp, *arrays, out=out, **attrs)

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from distgraph.kernels._common import Array, Namespace, empty, flat, has_cuda, store
-from distgraph.kernels._cupy_elementwise import CudaKernel
 from distgraph.kernels._jit import Loop, inlined, jit, pays
+from distgraph.kernels.cuda.elementwise_kernel import CudaKernel
 
 LOOP_BLOCK = 2048
 """Elements of a block of a compiled loop: 8 KiB in float32."""

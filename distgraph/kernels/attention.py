@@ -17,11 +17,11 @@ from distgraph.kernels._common import (
     is_half,
     outputs,
     store,
-    widen,
 )
 from distgraph.kernels._jit import has_numba, jit
 from distgraph.kernels._math import exp32
 from distgraph.kernels._row_loops import row_max
+from distgraph.kernels.cuda.flash_attention import launch_attention, launch_attention_grad
 from distgraph.kernels.matmul import blas_ready, multiply_into
 
 _CACHE_SCORES = 1 << 17
@@ -59,8 +59,13 @@ def _tiles(sizes: tuple[int, int, int, int, int], causal: bool, budget: int) -> 
 def largest_tile(
     q: Array, k: Array, v: Array, *, causal: bool, gradient: bool = False
 ) -> tuple[int, int, int]:
-    """The tile with most scores on a CPU: (rows of scores, keys that they see, pairs of batch and group)."""
+    """The tile with most scores on a CPU: (rows of scores, keys that they see, pairs of batch and group).
+
+    Zeros where there are no scores.
+    """
     sizes = batch, groups, heads, _, _ = _split(q, k, v)
+    if 0 in sizes:
+        return 0, 0, 0
     budget = _CACHE_SCORES // (2 if gradient else 1)
     largest = (0, 0, 0)
     for n, g, i, seen, _ in _tiles(sizes, causal, budget):
@@ -163,7 +168,22 @@ def _softmax_tile(xp: Namespace, scores: Array, scale: float, first: int, compil
     return lse[..., 0]
 
 
-@computed_in_f32(0, 0)
+def _attention_on_cuda(
+    xp: Namespace,
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    out: Any = None,
+    wide: bool = False,
+) -> Any:
+    _split(q, k, v)
+    return launch_attention(xp, q, k, v, causal=causal, scale=scale, out=out, wide=wide)
+
+
+@computed_in_f32(0, 0, cuda=_attention_on_cuda)
 def attention(
     xp: Namespace,
     q: Array,
@@ -274,14 +294,21 @@ def attention_grad(
         dq [b, h, s, d], dk [b, g, t, d], dv [b, g, t, e].
     """
     if is_half(lse.dtype):
-        lse = attention(xp, widen(xp, q), widen(xp, k), widen(xp, v), causal=causal, scale=scale)[1]
+        lse = attention(xp, q, k, v, causal=causal, scale=scale, wide=True)[1]
     grads: tuple[Array, Array, Array] = _attention_grad(
         xp, do, q, k, v, o, lse, causal=causal, scale=scale, out=out
     )
     return grads
 
 
-@computed_in_f32(1, 2, 3)
+def _attention_grad_on_cuda(
+    xp: Namespace, do: Array, q: Array, k: Array, v: Array, *others: Array, **attrs: Any
+) -> Any:
+    _split(q, k, v)
+    return launch_attention_grad(xp, do, q, k, v, *others, **attrs)
+
+
+@computed_in_f32(1, 2, 3, cuda=_attention_grad_on_cuda)
 def _attention_grad(
     xp: Namespace,
     do: Array,

@@ -11,6 +11,8 @@ from distgraph.kernels._common import Array, Namespace, computed_in_f32, empty, 
 from distgraph.kernels._jit import jit, pays
 from distgraph.kernels._math import exp32
 from distgraph.kernels._row_loops import copy_row, row_max, sum_of_exp
+from distgraph.kernels.cuda.block_kernel import INTEGERS, BlockKernel, launch_rows, result_dtype, takes
+from distgraph.kernels.cuda.device_functions import ROW_EXPONENTIALS
 
 _BLOCK = 1 << 15
 """Elements of a block of rows in plain NumPy: 128 KiB a temporary in float32."""
@@ -107,7 +109,82 @@ def _cross_entropy_grad_loop(logits: Any, labels: Any, offset: Any, lse: Any, dl
         copy_row(scratch, dx[i])
 
 
-@computed_in_f32(0, 0)
+_CROSS_ENTROPY_CUDA = BlockKernel(
+    "cross_entropy",
+    "logits labels",
+    "loss lse",
+    "int width, long long offset",
+    """
+    const logits_t* row = logits + (long long)blockIdx.x * width;
+    const Exponentials sum = row_exponentials(row, width);
+    if (threadIdx.x == 0) {
+        const long long label = (long long)labels[blockIdx.x] - offset;
+        const A total = sum.largest + log(sum.total);
+        store(lse + blockIdx.x, total);
+        store(loss + blockIdx.x, label >= 0 && label < width ? total - load(row[label]) : total);
+    }
+""",
+    ROW_EXPONENTIALS,
+)
+
+_CROSS_ENTROPY_GRAD_CUDA = BlockKernel(
+    "cross_entropy_grad",
+    "logits labels lse dloss",
+    "dx",
+    "int width, long long offset",
+    """
+    const long long start = (long long)blockIdx.x * width;
+    const long long label = (long long)labels[blockIdx.x] - offset;
+    const A shift = load(lse[blockIdx.x]), factor = load(dloss[blockIdx.x]);
+    for (int j = threadIdx.x; j < width; j += blockDim.x)
+        store(dx + start + j, (exp(load(logits[start + j]) - shift) - (j == label ? A(1) : A(0))) * factor);
+""",
+)
+
+
+def _has_rows_on_cuda(xp: Namespace, logits: Array, labels: Array, *of_rows: Array) -> bool:
+    """Whether the CUDA sources take logits, labels and further numbers of their rows."""
+    if not takes(xp, logits, *of_rows) or not isinstance(labels, xp.ndarray):
+        return False
+    same = all(a.shape == logits.shape[:-1] for a in (labels, *of_rows))
+    return same and labels.dtype.name in INTEGERS
+
+
+def _cross_entropy_on_cuda(
+    xp: Namespace,
+    logits: Array,
+    labels: Array,
+    *,
+    offset: int = 0,
+    classes: int | None = None,
+    out: Any = None,
+    wide: bool = False,
+) -> Any:
+    if not _has_rows_on_cuda(xp, logits, labels):
+        return None
+    results = [(labels.shape, result_dtype(logits, wide))] * 2
+    return launch_rows(_CROSS_ENTROPY_CUDA, xp, (logits, labels), results, (offset,), out)
+
+
+def _cross_entropy_grad_on_cuda(
+    xp: Namespace,
+    logits: Array,
+    labels: Array,
+    lse: Array,
+    dloss: Array,
+    *,
+    offset: int = 0,
+    out: Array | None = None,
+    wide: bool = False,
+) -> Any:
+    if not _has_rows_on_cuda(xp, logits, labels, lse, dloss):
+        return None
+    results = [(logits.shape, result_dtype(logits, wide))]
+    operands = logits, labels, lse, dloss
+    return launch_rows(_CROSS_ENTROPY_GRAD_CUDA, xp, operands, results, (offset,), out)
+
+
+@computed_in_f32(0, 0, cuda=_cross_entropy_on_cuda)
 def cross_entropy(
     xp: Namespace,
     logits: Array,
@@ -151,7 +228,7 @@ def cross_entropy(
     return store(xp, loss, out_loss), store(xp, lse, out_lse)
 
 
-@computed_in_f32(0)
+@computed_in_f32(0, cuda=_cross_entropy_grad_on_cuda)
 def cross_entropy_grad(
     xp: Namespace,
     logits: Array,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,17 @@ import numpy as np
 from distgraph.kernels._common import Array, Namespace, computed_in_f32, empty, outputs, rows, store
 from distgraph.kernels._jit import jit, pays
 from distgraph.kernels._row_loops import GROUP, add_and_clear, copy_row
+from distgraph.kernels.cuda.block_kernel import (
+    WARP,
+    BlockKernel,
+    compute_dtype,
+    launch,
+    launch_rows,
+    result_dtype,
+    row_count,
+    takes,
+    threads_of,
+)
 
 
 def _compiled(xp: Namespace, x: Array, *others: Array) -> bool:
@@ -72,7 +84,190 @@ def _layer_norm_grad_loop(dy: Any, x: Any, w: Any, mean: Any, rstd: Any, dx: Any
             add_and_clear(db, part_b)
 
 
-@computed_in_f32(0, 0, 0)
+_PARTIAL_SUMS = 256
+"""Most blocks of a gradient on CuPy, each of which sums the gradients of weights over rows of its own."""
+
+_LAYER_NORM_CUDA = BlockKernel(
+    "layer_norm",
+    "x w b",
+    "y mean rstd",
+    "int width, A eps",
+    """
+    const long long start = (long long)blockIdx.x * width;
+    A sum = A(0), squares = A(0);
+    for (int j = threadIdx.x; j < width; j += blockDim.x) sum += load(x[start + j]);
+    const A m = block_sum(sum) / A(width);
+    for (int j = threadIdx.x; j < width; j += blockDim.x) {
+        const A d = load(x[start + j]) - m;
+        squares += d * d;
+    }
+    const A r = A(1) / sqrt(block_sum(squares) / A(width) + eps);
+    for (int j = threadIdx.x; j < width; j += blockDim.x)
+        store(y + start + j, (load(x[start + j]) - m) * r * load(w[j]) + load(b[j]));
+    if (threadIdx.x == 0) {
+        store(mean + blockIdx.x, m);
+        store(rstd + blockIdx.x, r);
+    }
+""",
+)
+
+_LAYER_NORM_GRAD_CUDA = BlockKernel(
+    "layer_norm_grad",
+    "dy x w mean rstd",
+    "dx parts_w parts_b",
+    "int width, long long rows, A share",
+    """
+    parts_w += (long long)blockIdx.x * width;
+    parts_b += (long long)blockIdx.x * width;
+    for (long long row = blockIdx.x; row < rows; row += gridDim.x) {
+        const long long start = row * width;
+        const A m = load(mean[row]), r = load(rstd[row]);
+        const bool is_first = row == blockIdx.x;
+        A first = A(0), second = A(0);
+        for (int j = threadIdx.x; j < width; j += blockDim.x) {
+            const A d = load(dy[start + j]), h = (load(x[start + j]) - m) * r, g = d * load(w[j]);
+            first += g;
+            second += g * h;
+            parts_w[j] = is_first ? d * h : parts_w[j] + d * h;
+            parts_b[j] = is_first ? d : parts_b[j] + d;
+        }
+        first = block_sum(first) * share;
+        second = block_sum(second) * share;
+        for (int j = threadIdx.x; j < width; j += blockDim.x) {
+            const A h = (load(x[start + j]) - m) * r, g = load(dy[start + j]) * load(w[j]);
+            store(dx + start + j, r * (g - first - h * second));
+        }
+    }
+""",
+)
+
+_RMS_NORM_CUDA = BlockKernel(
+    "rms_norm",
+    "x w",
+    "y rstd",
+    "int width, A eps",
+    """
+    const long long start = (long long)blockIdx.x * width;
+    A squares = A(0);
+    for (int j = threadIdx.x; j < width; j += blockDim.x) squares += load(x[start + j]) * load(x[start + j]);
+    const A r = A(1) / sqrt(block_sum(squares) / A(width) + eps);
+    for (int j = threadIdx.x; j < width; j += blockDim.x)
+        store(y + start + j, load(x[start + j]) * r * load(w[j]));
+    if (threadIdx.x == 0) store(rstd + blockIdx.x, r);
+""",
+)
+
+_RMS_NORM_GRAD_CUDA = BlockKernel(
+    "rms_norm_grad",
+    "dy x w rstd",
+    "dx parts_w",
+    "int width, long long rows, A share",
+    """
+    parts_w += (long long)blockIdx.x * width;
+    for (long long row = blockIdx.x; row < rows; row += gridDim.x) {
+        const long long start = row * width;
+        const A r = load(rstd[row]);
+        A total = A(0);
+        for (int j = threadIdx.x; j < width; j += blockDim.x) {
+            const A d = load(dy[start + j]), h = load(x[start + j]) * r;
+            total += d * load(w[j]) * h;
+            parts_w[j] = row == blockIdx.x ? d * h : parts_w[j] + d * h;
+        }
+        total = block_sum(total) * share;
+        for (int j = threadIdx.x; j < width; j += blockDim.x) {
+            const A h = load(x[start + j]) * r;
+            store(dx + start + j, r * (load(dy[start + j]) * load(w[j]) - h * total));
+        }
+    }
+""",
+)
+
+_COLUMN_SUMS_CUDA = BlockKernel(
+    "column_sums",
+    "parts",
+    "total",
+    "int width, int count",
+    """
+    __shared__ A of_warps[8][32];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const long long column = (long long)blockIdx.x * 32 + lane;
+    A sum = A(0);
+    if (column < width)
+        for (int i = warp; i < count; i += 8) sum += parts[(long long)i * width + column];
+    of_warps[warp][lane] = sum;
+    __syncthreads();
+    if (warp > 0 || column >= width) return;
+    for (int i = 1; i < 8; ++i) sum += of_warps[i][lane];
+    store(total + column, sum);
+""",
+    threads=256,
+)
+
+
+def _has_rows_on_cuda(
+    xp: Namespace, x: Array, weights: tuple[Array, ...], of_rows: tuple[Array, ...]
+) -> bool:
+    """Whether the CUDA sources take ``x``, vectors as long as its rows, and numbers of its rows."""
+    if not takes(xp, x, *weights, *of_rows):
+        return False
+    same = all(w.shape == x.shape[-1:] for w in weights)
+    return same and all(a.shape == x.shape[:-1] for a in of_rows)
+
+
+def _layer_norm_on_cuda(
+    xp: Namespace, x: Array, w: Array, b: Array, *, eps: float = 1e-5, out: Any = None, wide: bool = False
+) -> Any:
+    if not _has_rows_on_cuda(xp, x, (w, b), ()):
+        return None
+    dtype = result_dtype(x, wide)
+    results = [(x.shape, dtype), (x.shape[:-1], dtype), (x.shape[:-1], dtype)]
+    return launch_rows(_LAYER_NORM_CUDA, xp, (x, w, b), results, (eps,), out)
+
+
+def _rms_norm_on_cuda(
+    xp: Namespace, x: Array, w: Array, *, eps: float = 1e-6, out: Any = None, wide: bool = False
+) -> Any:
+    if not _has_rows_on_cuda(xp, x, (w,), ()):
+        return None
+    dtype = result_dtype(x, wide)
+    return launch_rows(_RMS_NORM_CUDA, xp, (x, w), [(x.shape, dtype), (x.shape[:-1], dtype)], (eps,), out)
+
+
+def _grad_on_cuda(kernel: BlockKernel) -> Callable[..., Any]:
+    """Launch of the gradient of a norm: dx and sums of weight gradients over the rows of each block, then one
+    launch for each weight that adds these sums.
+
+    No sum depends on the order in which blocks run, so the gradients of two equal calls have the same bits.
+    """
+
+    def run(
+        xp: Namespace, dy: Array, x: Array, w: Array, *of_rows: Array, out: Any = None, wide: bool = False
+    ) -> Any:
+        weights = len(kernel.outputs.split()) - 1
+        out_x, *out_weights = outputs(out, 1 + weights)
+        if dy.shape != x.shape or not _has_rows_on_cuda(xp, x, (w,), (*of_rows,)) or not takes(xp, dy, x):
+            return None
+        operands, (count, width) = (dy, x, w, *of_rows), row_count(x)
+        blocks = min(count, _PARTIAL_SUMS)
+        parts = ((blocks, width), compute_dtype(*operands))
+        dx, *sums = launch(
+            kernel, xp, operands, [(x.shape, result_dtype(x, wide)), *[parts] * weights],
+            (width, count, 1 / width), (out_x, *[None] * weights),
+            blocks=blocks, threads=threads_of(width, kernel),
+        )  # fmt: skip
+        totals = [
+            launch(
+                _COLUMN_SUMS_CUDA, xp, (part,), [(w.shape, result_dtype(w, wide))], (width, blocks), o,
+                blocks=-(-width // WARP), threads=_COLUMN_SUMS_CUDA.threads,
+            )
+            for part, o in zip(sums, out_weights, strict=True)
+        ]  # fmt: skip
+        return dx, *totals
+
+    return run
+
+
+@computed_in_f32(0, 0, 0, cuda=_layer_norm_on_cuda)
 def layer_norm(
     xp: Namespace, x: Array, w: Array, b: Array, *, eps: float = 1e-5, out: Any = None
 ) -> tuple[Array, Array, Array]:
@@ -108,7 +303,7 @@ def layer_norm(
     return store(xp, y, out_y), store(xp, mean, out_mean), store(xp, rstd, out_rstd)
 
 
-@computed_in_f32(1, 2, 2)
+@computed_in_f32(1, 2, 2, cuda=_grad_on_cuda(_LAYER_NORM_GRAD_CUDA))
 def layer_norm_grad(
     xp: Namespace, dy: Array, x: Array, w: Array, mean: Array, rstd: Array, *, out: Any = None
 ) -> tuple[Array, Array, Array]:
@@ -184,7 +379,7 @@ def _rms_norm_grad_loop(dy: Any, x: Any, w: Any, rstd: Any, dx: Any, dw: Any) ->
             add_and_clear(dw, part)
 
 
-@computed_in_f32(0, 0)
+@computed_in_f32(0, 0, cuda=_rms_norm_on_cuda)
 def rms_norm(xp: Namespace, x: Array, w: Array, *, eps: float = 1e-6, out: Any = None) -> tuple[Array, Array]:
     """y = x * rstd * w with rstd = 1 / sqrt(mean(x^2) + eps) over the last dim (Zhang and Sennrich, 2019).
 
@@ -210,7 +405,7 @@ def rms_norm(xp: Namespace, x: Array, w: Array, *, eps: float = 1e-6, out: Any =
     return store(xp, y, out_y), store(xp, rstd, out_rstd)
 
 
-@computed_in_f32(1, 2)
+@computed_in_f32(1, 2, cuda=_grad_on_cuda(_RMS_NORM_GRAD_CUDA))
 def rms_norm_grad(
     xp: Namespace, dy: Array, x: Array, w: Array, rstd: Array, *, out: Any = None
 ) -> tuple[Array, Array]:

@@ -19,9 +19,9 @@ from distgraph.kernels._common import (
     outputs,
     store,
 )
-from distgraph.kernels._cupy_elementwise import CudaKernel
 from distgraph.kernels._elementwise import LOOP_BLOCK, copy
 from distgraph.kernels._jit import jit, pays
+from distgraph.kernels.cuda.elementwise_kernel import CudaKernel
 
 
 def _unshared(inputs: tuple[Array, ...], outs: tuple[Array | None, ...]) -> tuple[Array, ...]:

@@ -31,9 +31,9 @@ from distgraph.kernels._common import (
     special_functions,
     store,
 )
-from distgraph.kernels._cupy_elementwise import CudaKernel
 from distgraph.kernels._elementwise import LOOP_BLOCK, copy
 from distgraph.kernels._jit import has_numba, inlined, jit, pays
+from distgraph.kernels.cuda.elementwise_kernel import CudaKernel
 
 _WORD = (1 << 64) - 1
 _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB

@@ -11,6 +11,8 @@ from distgraph.kernels._common import Array, Namespace, computed_in_f32, empty, 
 from distgraph.kernels._jit import jit, pays
 from distgraph.kernels._math import exp32
 from distgraph.kernels._row_loops import copy_row, exp_sum, row_max, scale_row, sum_of_exp
+from distgraph.kernels.cuda.block_kernel import BlockKernel, launch_rows, result_dtype, takes
+from distgraph.kernels.cuda.device_functions import ROW_EXPONENTIALS
 
 
 def _fused_rows(
@@ -80,7 +82,83 @@ def _log_softmax_grad_loop(y: Any, dy: Any, dx: Any) -> None:
         copy_row(scratch, dx[i])
 
 
-@computed_in_f32(0)
+_SOFTMAX_CUDA = BlockKernel(
+    "softmax",
+    "x",
+    "y",
+    "int width",
+    """
+    const long long start = (long long)blockIdx.x * width;
+    const Exponentials sum = row_exponentials(x + start, width);
+    const A share = A(1) / sum.total;
+    for (int j = threadIdx.x; j < width; j += blockDim.x)
+        store(y + start + j, exp(load(x[start + j]) - sum.largest) * share);
+""",
+    ROW_EXPONENTIALS,
+)
+
+_SOFTMAX_GRAD_CUDA = BlockKernel(
+    "softmax_grad",
+    "y dy",
+    "dx",
+    "int width",
+    """
+    const long long start = (long long)blockIdx.x * width;
+    A total = A(0);
+    for (int j = threadIdx.x; j < width; j += blockDim.x) total += load(y[start + j]) * load(dy[start + j]);
+    total = block_sum(total);
+    for (int j = threadIdx.x; j < width; j += blockDim.x)
+        store(dx + start + j, load(y[start + j]) * (load(dy[start + j]) - total));
+""",
+)
+
+_LOG_SOFTMAX_CUDA = BlockKernel(
+    "log_softmax",
+    "x",
+    "y",
+    "int width",
+    """
+    const long long start = (long long)blockIdx.x * width;
+    const Exponentials sum = row_exponentials(x + start, width);
+    const A shift = sum.largest + log(sum.total);
+    for (int j = threadIdx.x; j < width; j += blockDim.x) store(y + start + j, load(x[start + j]) - shift);
+""",
+    ROW_EXPONENTIALS,
+)
+
+_LOG_SOFTMAX_GRAD_CUDA = BlockKernel(
+    "log_softmax_grad",
+    "y dy",
+    "dx",
+    "int width",
+    """
+    const long long start = (long long)blockIdx.x * width;
+    A total = A(0);
+    for (int j = threadIdx.x; j < width; j += blockDim.x) total += load(dy[start + j]);
+    total = block_sum(total);
+    for (int j = threadIdx.x; j < width; j += blockDim.x)
+        store(dx + start + j, load(dy[start + j]) - exp(load(y[start + j])) * total);
+""",
+)
+
+
+def _on_cuda(kernel: BlockKernel) -> Callable[..., Any]:
+    """Launch of a source over the last dim; None for another dim, and for operands that `takes` refuses."""
+
+    def run(
+        xp: Namespace, *operands: Array, axis: int = -1, out: Array | None = None, wide: bool = False
+    ) -> Array | None:
+        first = operands[0]
+        if not takes(xp, *operands) or any(a.shape != first.shape for a in operands):
+            return None
+        if axis not in (-1, first.ndim - 1):
+            return None
+        return launch_rows(kernel, xp, operands, [(first.shape, result_dtype(first, wide))], out=out)
+
+    return run
+
+
+@computed_in_f32(0, cuda=_on_cuda(_SOFTMAX_CUDA))
 def softmax(xp: Namespace, x: Array, *, axis: int = -1, out: Array | None = None) -> Array:
     """y = exp(x - m) / sum(exp(x - m)) along ``axis``, with m the maximum, so that nothing overflows.
 
@@ -98,7 +176,7 @@ def softmax(xp: Namespace, x: Array, *, axis: int = -1, out: Array | None = None
     return store(xp, y, out)
 
 
-@computed_in_f32(0)
+@computed_in_f32(0, cuda=_on_cuda(_SOFTMAX_GRAD_CUDA))
 def softmax_grad(xp: Namespace, y: Array, dy: Array, *, axis: int = -1, out: Array | None = None) -> Array:
     """dx = y * (dy - sum(y * dy)) along ``axis``, with y the result of `softmax`."""
     done = _fused_rows(_softmax_grad_loop, xp, (y, dy), out, axis, np.float32, np.float64)
@@ -110,7 +188,7 @@ def softmax_grad(xp: Namespace, y: Array, dy: Array, *, axis: int = -1, out: Arr
     return store(xp, dx, out)
 
 
-@computed_in_f32(0)
+@computed_in_f32(0, cuda=_on_cuda(_LOG_SOFTMAX_CUDA))
 def log_softmax(xp: Namespace, x: Array, *, axis: int = -1, out: Array | None = None) -> Array:
     """y = x - m - log(sum(exp(x - m))) along ``axis``, with m the maximum."""
     done = _fused_rows(_log_softmax_loop, xp, (x,), out, axis, np.float32)
@@ -123,7 +201,7 @@ def log_softmax(xp: Namespace, x: Array, *, axis: int = -1, out: Array | None = 
     return store(xp, y, out)
 
 
-@computed_in_f32(0)
+@computed_in_f32(0, cuda=_on_cuda(_LOG_SOFTMAX_GRAD_CUDA))
 def log_softmax_grad(
     xp: Namespace, y: Array, dy: Array, *, axis: int = -1, out: Array | None = None
 ) -> Array:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support.ops.kernel_cases import KEY, Case, all_cases, as_tuple
 
-from distgraph.kernels import optimizer
+from distgraph.kernels import attention, loss, norm, optimizer, softmax
 from distgraph.kernels import random as rnd
 
 pytestmark = pytest.mark.gpu
@@ -94,3 +94,75 @@ def test_adam_in_place_with_its_numbers_on_the_device(cupy: Any) -> None:
     for result, given, w in zip(got, (p, m, v), want, strict=True):
         assert result is given
         np.testing.assert_allclose(result.get(), w, rtol=1e-5, atol=1e-6)
+
+
+# Kernels in which the threads of a block work together: rows and attention.
+
+
+def agree(cupy: Any, kernel: Any, arrays: tuple[Any, ...], tolerance: float, **attrs: Any) -> None:
+    """A kernel on CuPy has the results of the one on NumPy, and the same bits when called again."""
+    want = as_tuple(kernel(np, *arrays, **attrs))
+    moved = [cupy.asarray(a) for a in arrays]
+    first, second = (as_tuple(kernel(cupy, *moved, **attrs)) for _ in range(2))
+    for g, again, w in zip(first, second, want, strict=True):
+        finite = np.abs(w[np.isfinite(w)])
+        atol = tolerance * max(1, finite.max() if finite.size else 0)
+        np.testing.assert_allclose(g.get(), w, rtol=tolerance, atol=atol)
+        np.testing.assert_array_equal(g.get(), again.get())
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 3, 31), (3, 32), (2, 33), (700, 1025), (3, 50257)])
+def test_rows_of_any_length(cupy: Any, shape: tuple[int, ...]) -> None:
+    rng = np.random.default_rng(3)
+    x, dy, w = rng.standard_normal(shape), rng.standard_normal(shape), rng.standard_normal(shape[-1])
+    labels = rng.integers(0, shape[-1], shape[:-1])
+    y, (_, mean, rstd) = softmax.softmax(np, x), norm.layer_norm(np, x, w, w)
+    loss_lse = loss.cross_entropy(np, x, labels)
+    agree(cupy, softmax.softmax, (x,), 1e-11)
+    agree(cupy, softmax.softmax_grad, (y, dy), 1e-11)
+    agree(cupy, softmax.log_softmax, (x,), 1e-11)
+    agree(cupy, softmax.log_softmax_grad, (np.log(y), dy), 1e-11)
+    agree(cupy, norm.layer_norm, (x, w, w), 1e-11, eps=0.1)
+    agree(cupy, norm.layer_norm_grad, (dy, x, w, mean, rstd), 1e-9)
+    agree(cupy, norm.rms_norm, (x, w), 1e-11, eps=0.1)
+    agree(cupy, norm.rms_norm_grad, (dy, x, w, rstd), 1e-9)
+    agree(cupy, loss.cross_entropy, (x, labels), 1e-11)
+    agree(cupy, loss.cross_entropy_grad, (x, labels, *loss_lse[::-1]), 1e-11)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_nan_and_infinity_as_on_numpy(cupy: Any, dtype: type) -> None:
+    x = np.random.default_rng(3).standard_normal((7, 300)).astype(dtype)
+    x[0, 1], x[1, 2], x[2, 0], x[3], x[4, :150] = np.nan, np.inf, -np.inf, -np.inf, -np.inf
+    with np.errstate(all="ignore"):
+        agree(cupy, softmax.softmax, (x,), 1e-5)
+        agree(cupy, softmax.log_softmax, (x,), 1e-5)
+        agree(cupy, loss.cross_entropy, (x, np.arange(7)), 1e-5)
+        agree(cupy, norm.layer_norm, (x, x[5], x[6]), 1e-5)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize(
+    ("heads", "groups", "queries", "keys", "d", "e"),
+    [(1, 1, 1, 1, 1, 1), (4, 2, 1, 300, 64, 64), (6, 2, 200, 131, 17, 40), (2, 2, 129, 257, 128, 256)],
+)
+def test_attention_of_any_shape(
+    cupy: Any, heads: int, groups: int, queries: int, keys: int, d: int, e: int, dtype: type, causal: bool
+) -> None:
+    rng = np.random.default_rng(3)
+    shapes = (2, heads, queries, d), (2, groups, keys, d), (2, groups, keys, e), (2, heads, queries, e)
+    q, k, v, do = (rng.standard_normal(shape).astype(dtype) for shape in shapes)
+    tolerance = 1e-10 if dtype == np.float64 else 2e-4
+    agree(cupy, attention.attention, (q, k, v), tolerance, causal=causal)
+    o, lse = attention.attention(np, q, k, v, causal=causal)
+    agree(cupy, attention.attention_grad, (do, q, k, v, o, lse), tolerance, causal=causal)
+
+
+def test_attention_keeps_no_matrix_of_scores(cupy: Any) -> None:
+    q, k, v = (cupy.zeros((1, 4, 4096, 64), np.float32) for _ in range(3))
+    pool = cupy.cuda.MemoryPool()
+    with cupy.cuda.using_allocator(pool.malloc):
+        o, lse = attention.attention(cupy, q, k, v, causal=True)
+        attention.attention_grad(cupy, o, q, k, v, o, lse, causal=True)
+        assert pool.total_bytes() < 8 * q.nbytes  # the scores of a head alone are 16 times q

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.programs.searched import two_by_two
 from support.sequences.long_sequences import (
     BATCH,
     GRID,
@@ -48,6 +49,25 @@ def test_grouped_heads_and_micro_batches(context_parallel: str) -> None:
     found = losses(made, 8, micro_batches=2)
     expected = losses(model("llama", 8), 8, micro_batches=2)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:.*compete for a mesh axis")
+@pytest.mark.parametrize("context_parallel", ["gather", "ring", "ulysses"])
+def test_what_processors_need_is_forecast(context_parallel: str) -> None:
+    """With the memory of kernels, which skip the keys that the mask hides from all queries of a rank."""
+    made, cluster = engine(laid_out("gpt", 8, FEW, context_parallel)), two_by_two()
+    made.prepare(batch(8))
+    needed = [made.forecast(cluster, runtime=name).peak_memory for name in ("distgraph_cpu", "distgraph_gpu")]
+    assert needed[0] > needed[1]
+
+
+def test_ranks_without_samples_are_forecast() -> None:
+    """Micro-batches of two samples on four ranks."""
+    made = model("gpt", 8)
+    annotate(made, GRID(dp=4))
+    trained = engine(made, micro_batches=BATCH // 2)
+    trained.prepare(batch(8))
+    assert trained.forecast(two_by_two(), runtime="distgraph_cpu").step_seconds > 0
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])

@@ -13,6 +13,7 @@ from threadpoolctl import threadpool_limits
 
 from distgraph import ops  # registers every op
 from distgraph.array_api.trace import trace
+from distgraph.errors import GraphError
 from distgraph.ir.dtypes import short, to_numpy
 from distgraph.ir.graph import SOURCES, Value
 from distgraph.ir.op_registry import REGISTRY, infer_results, lookup, workspace
@@ -86,6 +87,21 @@ def test_kernels_allocate_what_they_declare(family: Callable[[], Iterator[Case]]
         if getattr(lookup(case.kind).kernel, "widens", False):
             wrong.append(mismatch(halved(case)))
     assert [text for text in wrong if text] == []
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.__name__)
+def test_ranks_whose_blocks_are_empty_have_a_workspace_too(family: Callable[[], Iterator[Case]]) -> None:
+    """A rank may have no samples, which are the first dim of what has as many as the first operand."""
+    for case in family():
+        samples = case.operands[0].shape[0] if case.operands and case.operands[0].ndim else None
+        blocks = [x[:0] if x.ndim and x.shape[0] == samples else x for x in case.operands]
+        operands = [Value(f"v{i}", x.shape, short(x.dtype)) for i, x in enumerate(blocks)]
+        try:
+            made = infer_results(case.kind, operands, case.attrs)
+        except GraphError:  # not every first dim is one of samples
+            continue
+        results = [Value(f"r{i}", *value) for i, value in enumerate(made)]
+        assert workspace(case.kind, blocks, case.attrs, results, adds=False) >= 0
 
 
 def test_every_kernel_has_a_case() -> None:

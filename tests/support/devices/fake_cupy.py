@@ -21,7 +21,7 @@ import scipy.special
 from support.devices import collective_cases as cases
 from support.devices import fake_device
 
-from distgraph.kernels._cupy_elementwise import compiled
+from distgraph.kernels.cuda.elementwise_kernel import compiled
 from distgraph.runtime.transport import nccl as nccl_transport
 
 DTYPES = {

@@ -297,7 +297,7 @@ def namespace(hardware: Hardware) -> tuple[type, Any]:  # noqa: C901 - the array
 
 
 def elementwise(space: Any) -> type:
-    """`cupy.ElementwiseKernel` for the kernels of `_cupy_elementwise`, written once more in NumPy."""
+    """`cupy.ElementwiseKernel` for the kernels of `cuda.elementwise_kernel`, written once more in NumPy."""
     golden = 0x9E3779B97F4A7C15
 
     def bits(key: Any, offsets: Any, run: int, size: int) -> Any:

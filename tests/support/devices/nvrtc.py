@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -44,16 +45,38 @@ def ptx(source: str, architecture: str) -> str:
         CudaSourceError: the source does not compile.
         RuntimeError: NVRTC is not installed, or refuses the architecture.
     """
+    return _compile(source, architecture, "PTX")
+
+
+def resources(source: str, architecture: str) -> dict[str, int]:
+    """What the machine code of a kernel needs on an architecture such as "sm_80".
+
+    Returns:
+        Registers of a thread, bytes of shared memory of a block (smem), and bytes of registers that a thread
+        writes to memory (stores).
+
+    Raises:
+        CudaSourceError: the source does not compile, or needs more shared memory than a block has.
+        RuntimeError: as `ptx`.
+    """
+    log = _compile(source, architecture, "ProgramLog", b"--ptxas-options=-v")
+    amounts = {"smem": 0, "stores": 0, "registers": 0}
+    for amount, what in re.findall(r"(\d+) (?:bytes )?(?:spill )?(registers|smem|stores)", log):
+        amounts[what] = int(amount)
+    return amounts
+
+
+def _compile(source: str, architecture: str, wanted: str, *more: bytes) -> str:
+    """A text that NVRTC has after it has compiled a source: "PTX" or "ProgramLog"."""
     library, program = _library(), ctypes.c_void_p()
     created = library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"source.cu", 0, None, None)
     _check(created, "nvrtcCreateProgram")
     try:
-        options = [f"--gpu-architecture={architecture}".encode(), b"--std=c++17"]
+        options = [f"--gpu-architecture={architecture}".encode(), b"--std=c++17", *more]
         pointers = (ctypes.c_char_p * len(options))(*options)
-        result = library.nvrtcCompileProgram(program, len(options), pointers)
-        if result:
+        if library.nvrtcCompileProgram(program, len(options), pointers):
             raise CudaSourceError(f"for {architecture}: {_text(program, 'ProgramLog')}")
-        return _text(program, "PTX")
+        return _text(program, wanted)
     finally:
         library.nvrtcDestroyProgram(ctypes.byref(program))
 
