@@ -30,6 +30,7 @@ from distgraph.frontends.torch.fused_patterns import fuse_patterns
 from distgraph.frontends.torch.layer_replication import replicate
 from distgraph.frontends.torch.lost_gradients import noted_lost_gradients
 from distgraph.frontends.torch.opaque_ops import OPAQUE, OpaqueOp, OpaqueOps
+from distgraph.frontends.torch.recordable_modules import recordable_modules
 from distgraph.frontends.torch.repeated_layers import Run, copied, find_runs
 from distgraph.frontends.torch.rule_registry import IGNORED, RULES
 
@@ -78,6 +79,7 @@ def export(
         with (
             warnings.catch_warnings(),
             quiet_export(),
+            recordable_modules(),
             noted_lost_gradients(module) as lost,
         ):
             warnings.simplefilter("ignore")  # of torch, about itself
