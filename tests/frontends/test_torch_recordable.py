@@ -251,3 +251,8 @@ def test_the_backward_of_cross_map_normalisation_is_not_its_derivative() -> None
     """The reason in the table of modules that do not import."""
     net = nn.CrossMapLRN2d(3, alpha=1.0).double()
     assert not torch.autograd.gradcheck(net, drawn(1, 6, 2, 2).requires_grad_(), raise_exception=False)
+    inside = Behind(nn.Identity(), lambda h, norm: norm(h), norm=net)
+    with pytest.raises(
+        GraphError, match=r"CrossMapLRN2d \(test_torch_recordable.py:\d+\) has a backward in torch"
+    ):
+        dg.frontends.torch.import_module(inside, drawn(1, 6, 2, 2))

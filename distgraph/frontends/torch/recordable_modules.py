@@ -5,12 +5,13 @@
     AdaptiveLogSoftmaxWithLoss      selects the rows of each cluster of classes
 
 While a module is exported, the functions below take the place of these. They compute the same outputs and
-gradients for all numbers by one graph. Numbers that torch refuses give nan.
+gradients for all numbers by one graph. Numbers that torch refuses give nan. CrossMapLRN2d has no such form.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -20,6 +21,9 @@ from unittest.mock import patch
 import torch
 from torch.nn import functional
 from torch.nn.modules.adaptive import _ASMoutput
+
+from distgraph.errors import GraphError
+from distgraph.frontends.torch.exported_graph import model_line
 
 _CTC_LOSS = torch.ctc_loss
 
@@ -31,6 +35,7 @@ def recordable_modules() -> Iterator[None]:
         patch.object(torch, "ctc_loss", _ctc_loss),
         patch.object(functional, "gaussian_nll_loss", _gaussian_nll_loss),
         patch.object(torch.nn.AdaptiveLogSoftmaxWithLoss, "forward", _adaptive_log_softmax),
+        patch.object(torch.nn.CrossMapLRN2d, "forward", _cross_map_normalisation),
     ):
         yield
 
@@ -119,3 +124,12 @@ def _adaptive_log_softmax(self: Any, input_: torch.Tensor, target_: torch.Tensor
 def _chosen(scores: torch.Tensor, classes: torch.Tensor, count: int) -> torch.Tensor:
     """The score of the class of each row, of any class where it is not in 0 to count - 1."""
     return scores.gather(1, classes.clamp(0, count - 1).unsqueeze(1)).squeeze(1)
+
+
+def _cross_map_normalisation(self: Any, input: torch.Tensor) -> torch.Tensor:
+    line = model_line(sys._getframe(1))
+    at = "" if line == "?" else f" ({line})"
+    raise GraphError(
+        f"CrossMapLRN2d{at} has a backward in torch that is not the derivative of its forward part, but a "
+        "program computes the derivative; use LocalResponseNorm"
+    )
