@@ -92,9 +92,16 @@ def show(
 def convert(
     source: Annotated[str, typer.Argument(help="Folder of a checkpoint, or a safetensors file.")],
     target: Annotated[str, typer.Argument(help="File or folder to write.")],
+    weights_only: Annotated[
+        bool,
+        typer.Option(
+            "--weights-only",
+            help="Write parameters and buffers of the model only: no optimiser states, no state of training.",
+        ),
+    ] = False,
 ) -> None:
     """Write a checkpoint as one safetensors file, or a safetensors file as a checkpoint."""
-    convert_checkpoint(check_path(source), check_path(target, "written"))
+    convert_checkpoint(check_path(source), check_path(target, "written"), weights_only)
     typer.echo(f"{source} -> {target}")
 
 

@@ -140,6 +140,48 @@ def test_one_file_and_back(tmp_path: Path) -> None:
     assert losses[0] == losses[1]
 
 
+class WithStatistics(dg.nn.Module):
+    """A layer with running statistics, which are buffers."""
+
+    def __init__(self) -> None:
+        self.conv, self.norm = dg.nn.Conv2d(1, 2, 3), dg.nn.BatchNorm2d(2)
+        self.head = dg.nn.Linear(8, 3)
+
+    def forward(self, x: Any) -> Any:
+        return self.head(self.norm(self.conv(x)).reshape(-1, 8))
+
+
+def test_weights_only(tmp_path: Path) -> None:
+    """The file has the parameters and buffers of the model; what it predicts is the same."""
+    x = np.random.default_rng(1).normal(1, 2, size=(8, 1, 4, 4)).astype("f4")
+    trained = dg.Engine(WithStatistics(), dg.nn.CrossEntropy(), dg.optim.Adam(lr=0.1))
+    trained.fit((x, np.arange(8, dtype="i4") % 3), epochs=3, batch_size=4, progress=False)
+    trained.save(tmp_path / "first")
+    code, text = command("convert", tmp_path / "first", tmp_path / "w.safetensors", "--weights-only")
+    assert (code, text) == (0, f"{tmp_path}/first -> {tmp_path}/w.safetensors\n")
+    found, expected = load_file(tmp_path / "w.safetensors"), trained.parameters()
+    assert sorted(found) == sorted(expected)
+    assert any(name.startswith("norm.") and np.any(found[name]) for name in found.keys() - {"norm.weight"})
+    for name, array in expected.items():
+        np.testing.assert_array_equal(found[name], array)
+    convert(tmp_path / "w.safetensors", tmp_path / "back")
+    back, first = Checkpoint.open(tmp_path / "back"), Checkpoint.open(tmp_path / "first")
+    assert back.index["step"] == 0 < first.index["step"]
+    assert {n: back.tensors[n]["kind"] for n in found} == {n: first.tensors[n]["kind"] for n in found}
+    fresh = dg.Engine(WithStatistics(), dg.nn.CrossEntropy(), dg.optim.Adam(lr=0.1))
+    fresh.load(tmp_path / "back", states=False)
+    np.testing.assert_array_equal(fresh.predict(x), trained.predict(x))
+
+
+def test_weights_only_contradicts_a_file(tmp_path: Path) -> None:
+    save_file({"w": np.ones(1)}, tmp_path / "w.safetensors")
+    code, text = command("convert", tmp_path / "w.safetensors", tmp_path / "back", "--weights-only")
+    assert code == 1
+    assert "--weights-only makes a file of a checkpoint but" in text
+    assert "leave the option out, and load with states=False" in text
+    assert names(tmp_path) == ["w.safetensors"]
+
+
 def test_every_dtype_survives_conversion(tmp_path: Path) -> None:
     put(tmp_path / "first", 1)
     convert(tmp_path / "first", tmp_path / "one.safetensors")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from typing import Any
@@ -62,17 +63,124 @@ def test_ops_with_effects_and_of_complex_numbers_are_listed(net: Any, shape: Any
         assert f"  {op} (test_torch_errors.py:" in str(caught.value)
 
 
-class Branch(torch.nn.Module):  # type: ignore[misc]
+class Calling(torch.nn.Module):  # type: ignore[misc]
+    """A layer, and a function of the module and the input."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function, self.fc = function, torch.nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(4))
+
     def forward(self, x: Any) -> Any:
-        return x if x.sum() > 0 else -x
+        return self.function(self, x)
 
 
-def test_control_flow_on_numbers_is_refused() -> None:
+def repeated(net: Any, x: Any) -> Any:
+    for _ in range(int(x.max())):
+        x = net.fc(x)
+    return x
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda net, x: x if x.sum() > 0 else -x,
+        lambda net, x: x if torch.any(net.fc.weight < 0) else -x,
+        lambda net, x: x * float(x.mean()),
+        repeated,
+    ],
+)
+def test_control_flow_on_numbers_is_refused_in_one_sentence(function: Any, capfd: Any) -> None:
+    """The message of torch is the cause; torch prints nothing in front."""
+    with pytest.raises(GraphError) as caught:
+        frontend.import_module(Calling(function).eval(), torch.zeros(3, 4))
+    text = str(caught.value)
+    assert re.fullmatch(
+        r"Calling \(test_torch_errors\.py:\d+\) asks for a number that is computed from its inputs or "
+        r"parameters \(if, int\(\), float\(\)\), but a program is .*; keep it a tensor, and .*torch\.where.*",
+        text,
+    )
+    assert f":{function.__code__.co_firstlineno + (function is repeated)})" in text
+    assert "Could not guard on data-dependent expression" in str(caught.value.__cause__)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_another_reason_of_torch_is_in_front_as_far_as_it_is_short(capfd: Any) -> None:
+    def failing(net: Any, x: Any) -> Any:
+        raise ValueError("heads must divide " * 50 + "\nsecond line")
+
     with pytest.raises(
-        GraphError,
-        match=r"Branch cannot be exported by torch\.export \(test_torch_errors\.py:\d+\): .*torch\.where",
-    ):
-        frontend.import_module(Branch().eval(), torch.zeros(3, 4))
+        GraphError, match=r"Calling cannot be exported .*:\d+\): heads must.* \.\.\.; change"
+    ) as caught:
+        frontend.import_module(Calling(failing).eval(), torch.zeros(3, 4))
+    assert len(str(caught.value)) < 450
+    assert "second line" in str(caught.value.__cause__)
+    with pytest.raises(GraphError, match="reduction dim"):
+        frontend.import_module(Calling(lambda net, x: x @ torch.zeros(5, 5)).eval(), torch.zeros(3, 4))
+    assert capfd.readouterr() == ("", "")
+
+
+def without_gradients(change: Any) -> Any:
+    def function(net: Any, x: Any) -> Any:
+        with torch.no_grad():
+            change(net, x)
+        return net.fc(x)
+
+    return function
+
+
+IN_PLACE = (
+    r"Calling changes its {} in place \(test_torch_errors\.py:\d+\), which a program cannot do; compute a new"
+)
+DATA = r"Calling uses \.data of its {} \(test_torch_errors\.py:\d+\), which torch.* write \.detach\(\)"
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (without_gradients(lambda net, x: net.fc.weight.mul_(0.5)), IN_PLACE.format("parameter fc.weight")),
+        (without_gradients(lambda net, x: net.fc.weight[0].zero_()), IN_PLACE.format("parameter fc.weight")),
+        (
+            without_gradients(lambda net, x: torch.add(net.fc.bias, 1, out=net.fc.bias)),
+            IN_PLACE.format("parameter fc.bias"),
+        ),
+        (
+            without_gradients(lambda net, x: torch.nn.init.ones_(net.fc.bias)),
+            IN_PLACE.format("parameter fc.bias"),
+        ),
+        (without_gradients(lambda net, x: x.t().add_(1)), IN_PLACE.format("input x")),
+        (lambda net, x: net.fc(x) + net.fc.bias.detach().add_(1), IN_PLACE.format("parameter fc.bias")),
+        (lambda net, x: net.fc(x) + net.fc.weight.data.mul_(0.5)[0], DATA.format("parameter fc.weight")),
+        (lambda net, x: net.fc(x) + net.fc.bias.data.add_(1), DATA.format("parameter fc.bias")),
+        (lambda net, x: net.fc(x) + net.seen.data.add_(1), DATA.format("buffer seen")),
+        (lambda net, x: net.fc(x.data.mul_(2)), DATA.format("input")),
+        (
+            lambda net, x: setattr(net.fc.bias, "data", net.fc.bias + 1) or net.fc(x),
+            DATA.format("parameter fc.bias"),
+        ),
+    ],
+)
+def test_what_a_forward_part_changes_in_place_is_refused_with_its_line(
+    function: Any, message: str, training: bool
+) -> None:
+    net = Calling(function).train(training)
+    before = net.fc.weight.detach().clone()
+    with pytest.raises(GraphError, match=message):
+        frontend.import_module(net, torch.zeros(3, 4))
+    assert torch.equal(net.fc.weight, before)
+
+
+def test_what_may_be_changed_in_place() -> None:
+    """A copy of a parameter, and a buffer."""
+
+    def function(net: Any, x: Any) -> Any:
+        with torch.no_grad():
+            scale = net.fc.weight.clone().mul_(0.5)
+            net.seen.add_(1)
+        return net.fc(x) @ scale + net.seen
+
+    compare(Calling(function).double().train(), (torch.zeros(3, 4, dtype=torch.float64),), tolerance=1e-10)
 
 
 @pytest.fixture(scope="module")

@@ -49,10 +49,11 @@ def test_elementwise_ops_and_their_gradients_are_those_of_torch() -> None:
     compare(Special().double(), (drawn(4, 6),), tolerance=1e-12, opaque="elementwise")
 
 
-def test_a_module_of_torch_with_an_op_that_has_no_rule() -> None:
-    net = torch.nn.FractionalMaxPool2d(2, output_size=4, _random_samples=drawn(4, 3, 2).sigmoid())
-    rule = {"aten.fractional_max_pool2d.default": "b c h! w!, b c r! -> b c k! l!, b c k! l!"}
-    compare(net, (drawn(4, 3, 9, 9),), tolerance=1e-12, size=None, opaque=rule)
+def test_an_op_with_results_of_new_sizes_and_its_gradient() -> None:
+    torch.manual_seed(0)
+    net = Calls(lambda h: torch.cat(torch.linalg.qr(h.reshape(-1, 5, 3)), 1), 15).double()
+    rule = {"aten.linalg_qr.default": "b m! n! -> b m! k!, b k! n!"}
+    compare(net, (drawn(4, 4),), tolerance=1e-10, opaque=rule)
 
 
 @pytest.mark.slow

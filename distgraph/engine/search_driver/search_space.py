@@ -24,7 +24,7 @@ _DATA, _TENSOR = "dp", "tp"
 _WIDEST = 8
 """Devices of a machine along the inner axis where machines have more: wider ones are tried as one axis."""
 _MOST_SHARES = 4
-"""Pools of more machines give a stage a divisor of their number."""
+"""Pools of more machines give a stage a divisor of their number, or a part of a prime number."""
 FEW_COUNTS = 8
 """Where there are no more micro-batch counts than these, all are tried, in all shapes."""
 _MOST_DIVISORS = 8
@@ -158,11 +158,16 @@ def submeshes_of(pools: Sequence[Pool]) -> tuple[SubMesh, ...]:
 def _shares(machines: int) -> tuple[int, ...]:
     """Divisors of a number of machines from 2 up: all of few, of many those at least twice apart, and it.
 
+    A prime number has two and three nearly equal parts, of which a pipeline of all machines is made.
+
     Example:
-        >>> _shares(12), _shares(384)
-        ((2, 3, 4, 6, 12), (2, 4, 8, 16, 32, 64, 128, 384))
+        >>> _shares(12), _shares(384), _shares(11)
+        ((2, 3, 4, 6, 12), (2, 4, 8, 16, 32, 64, 128, 384), (3, 4, 5, 6, 11))
     """
     divisors = [n for n in range(2, machines + 1) if machines % n == 0]
+    if divisors == [machines]:
+        parts = {part for count in (2, 3) for part in (machines // count, -(-machines // count))}
+        return (*sorted(part for part in parts if part > 1), machines)
     if len(divisors) <= _MOST_DIVISORS:
         return tuple(divisors)
     spread = [divisors[0]]

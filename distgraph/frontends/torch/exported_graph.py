@@ -5,12 +5,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from distgraph.frontends.torch.rule_registry import RANDOM
+
+OWN = (f"{torch.__path__[0]}/", f"{Path(__file__).parents[2]}/", "<")
+"""Begin of the paths of code that is not of a model: of torch, of distgraph, and generated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +112,7 @@ def op_name(node: torch.fx.Node) -> str:
 
 
 def source_line(node: torch.fx.Node) -> str:
-    """file:line of the innermost frame of the model that emitted a node, outside of torch."""
+    """file:line of the innermost frame of the model that emitted a node, outside of torch and distgraph."""
     inner = outer = ""
     for line in (node.stack_trace or "").splitlines():
         text = line.strip()
@@ -117,9 +122,16 @@ def source_line(node: torch.fx.Node) -> str:
                 continue  # code that torch has generated
             place = f"{path.rsplit('/', 1)[-1]}:{rest.partition(',')[0]}"
             outer = outer or place
-            if f"{torch.__path__[0]}/" not in path:
+            if not path.startswith(OWN):
                 inner = place
     return inner or outer or "?"
+
+
+def model_line(frame: FrameType | None) -> str:
+    """file:line of the innermost frame of the model, from a frame outward; "?" where there is none."""
+    while frame is not None and frame.f_code.co_filename.startswith(OWN):
+        frame = frame.f_back
+    return "?" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
 def module_paths(node: torch.fx.Node) -> list[str]:

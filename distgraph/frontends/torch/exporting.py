@@ -6,7 +6,6 @@ import inspect
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from distgraph.errors import GraphError
 from distgraph.frontends.torch.complex_numbers import has_rule, is_complex
+from distgraph.frontends.torch.export_errors import check_in_place_changes, quiet_export, refused
 from distgraph.frontends.torch.exported_graph import (
     Exported,
     Input,
@@ -30,6 +30,7 @@ from distgraph.frontends.torch.fused_patterns import fuse_patterns
 from distgraph.frontends.torch.layer_replication import replicate
 from distgraph.frontends.torch.lost_gradients import noted_lost_gradients
 from distgraph.frontends.torch.opaque_ops import OPAQUE, OpaqueOp, OpaqueOps
+from distgraph.frontends.torch.recordable_modules import recordable_modules
 from distgraph.frontends.torch.repeated_layers import Run, copied, find_runs
 from distgraph.frontends.torch.rule_registry import IGNORED, RULES
 
@@ -75,7 +76,12 @@ def export(
     fast_path = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # it replaces layers by one op without a gradient
     try:
-        with warnings.catch_warnings(), noted_lost_gradients(module) as lost:
+        with (
+            warnings.catch_warnings(),
+            quiet_export(),
+            recordable_modules(),
+            noted_lost_gradients(module) as lost,
+        ):
             warnings.simplefilter("ignore")  # of torch, about itself
             result, runs = None, find_runs(module)
             if runs and computes_the_same(module, runs, args, kwargs):
@@ -126,13 +132,14 @@ def export_whole(
     """
     try:
         exported = torch.export.export(module, args, dict(kwargs), dynamic_shapes=dynamic_shapes)
+        check_in_place_changes(exported, type(module).__name__)
         captured = _text(exported)
         if other is not None and captured == other.captured:
             return other
         _detach_outside_gradients(exported.graph)
         exported = exported.run_decompositions(_decompositions(opaque))
     except _FAILURES as error:
-        raise _refused(module, error) from error
+        raise refused(module, args, kwargs, error) from error
     for node in reversed(exported.graph.nodes):
         if op_name(node) in IGNORED and not node.users:  # it would keep alive what it checks
             exported.graph.erase_node(node)
@@ -214,28 +221,6 @@ def _decompositions(opaque: OpaqueOps) -> Any:
     return table
 
 
-def _refused(module: torch.nn.Module, error: BaseException) -> GraphError:
-    text = str(error).strip().splitlines()
-    where = _line_of_model(error)
-    return GraphError(
-        f"{type(module).__name__} cannot be exported by torch.export{f' ({where})' if where else ''}: "
-        f"{text[0] if text else type(error).__name__}; write control flow that depends on numbers with "
-        "torch.where or torch.cond, give dynamic_shapes, or dynamic_batch=False where the sizes "
-        "of the example are the only ones"
-    )
-
-
-def _line_of_model(error: BaseException) -> str:
-    """file:line of the innermost frame of the model in which torch has failed; empty where there is none."""
-    where, frame = "", error.__traceback__
-    while frame is not None:
-        path, line = frame.tb_frame.f_code.co_filename, frame.tb_lineno
-        if not path.startswith((torch.__path__[0], str(Path(__file__).parents[2]), "<")):
-            where = f"{Path(path).name}:{line}"
-        frame = frame.tb_next
-    return where
-
-
 def input_names(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
     """Name of each leaf of the example inputs, after the arguments of the module's forward."""
     parameters = [
@@ -272,7 +257,8 @@ def _paths(spec: Any) -> Iterator[tuple[str, ...]]:
         yield ()
         return
     children = spec.children()
-    keys = spec.context if isinstance(spec.context, (list, tuple)) else None
+    keys = getattr(spec.context, "_fields", spec.context)  # of a namedtuple, or of a dict
+    keys = keys if isinstance(keys, (list, tuple)) else None
     named = keys is not None and len(keys) == len(children) and all(isinstance(k, str) for k in keys)
     for position, child in enumerate(children):
         key = str(keys[position]) if named and keys is not None else str(position)

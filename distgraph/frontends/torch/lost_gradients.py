@@ -10,14 +10,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
-_OWN = (f"{torch.__path__[0]}/", f"{Path(__file__).parents[2]}/", "<")
+from distgraph.frontends.torch.exported_graph import OWN, model_line
 
 
 @contextmanager
@@ -28,13 +26,13 @@ def noted_lost_gradients(module: torch.nn.Module) -> Iterator[dict[str, None]]:
 
     def noted_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if not cls.__module__.startswith("torch."):
-            lost.setdefault(f"the backward of {cls.__name__} ({_line(sys._getframe(1))})")
+            lost.setdefault(f"the backward of {cls.__name__} ({model_line(sys._getframe(1))})")
         return apply.__func__(cls, *args, **kwargs)
 
     def noted_register(tensor: torch.Tensor, hook: Any) -> Any:
         caller = sys._getframe(1)
-        if not caller.f_code.co_filename.startswith(_OWN):
-            lost.setdefault(f"a hook on a gradient ({_line(caller)})")
+        if not caller.f_code.co_filename.startswith(OWN):
+            lost.setdefault(f"a hook on a gradient ({model_line(caller)})")
         return register(tensor, hook)
 
     with (
@@ -52,10 +50,3 @@ def _hooks(module: torch.nn.Module) -> Iterator[str]:
     for path, parameter in module.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             yield f"a hook on the gradient of parameter {path}"
-
-
-def _line(frame: FrameType | None) -> str:
-    """file:line of the innermost frame of the model."""
-    while frame is not None and frame.f_code.co_filename.startswith(_OWN):
-        frame = frame.f_back
-    return "?" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

@@ -23,6 +23,7 @@ from xxhash import xxh3_128_hexdigest
 from distgraph.errors import RuntimeFault
 from distgraph.ir.dtypes import NAMES, itemsize
 from distgraph.runtime.execute.checkpoint import files
+from distgraph.runtime.execute.checkpoint.lock import LOCK, living_holder
 from distgraph.serialization.documents import Entry, check_data, refuse, shown_path, validate
 
 INDEX: Final = "index.json"
@@ -194,9 +195,7 @@ def read_index(folder: Path) -> Index:
             text = bytes(files.read(descriptor, 0, length)).decode()
         document = json.loads(text)
     except (FileNotFoundError, NotADirectoryError):
-        raise RuntimeFault(
-            f"checkpoint {shown_path(folder)} has no {INDEX}; give the directory that engine.save wrote"
-        ) from None
+        raise _without_index(folder) from None
     except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or error
         raise RuntimeFault(
@@ -216,6 +215,34 @@ def read_index(folder: Path) -> Index:
         )
     content = {key: value for key, value in document.items() if key != _CHECKSUM}
     return check_index(content, f"checkpoint {path}")
+
+
+def _without_index(folder: Path) -> RuntimeFault:
+    """The error of a folder without an index: no checkpoint, or one whose save has not ended."""
+    begun, holder, shown = _begun(folder), living_holder(folder), shown_path(folder)
+    if not begun and holder is None:
+        return RuntimeFault(f"checkpoint {shown} has no {INDEX}; give the directory that engine.save wrote")
+    several = ", ..." if begun[2:] else ""
+    parts = f"{len(begun)} of the files of a save ({', '.join(begun[:2])}{several})" if begun else "no blocks"
+    if holder is None:
+        return RuntimeFault(
+            f"{shown} has no {INDEX} and so no complete checkpoint: it has {parts}, and no living process "
+            f"holds its {LOCK}, so the save was interrupted; load another checkpoint, or save again"
+        )
+    return RuntimeFault(
+        f"{shown} has no {INDEX} and so no complete checkpoint yet: it has {parts}, and its {LOCK} is held "
+        f"by {holder}, which may still write it; load it when that save has ended (engine.close() waits for "
+        "it), or load another checkpoint"
+    )
+
+
+def _begun(folder: Path) -> list[str]:
+    """Names of the files in a folder that belong to a save: blocks, and unfinished indices."""
+    try:
+        names = sorted(entry.name for entry in folder.iterdir())
+    except OSError:
+        return []
+    return [shown_path(name) for name in names if SHARD.fullmatch(name) or is_draft(name)]
 
 
 def check_index(document: Mapping[str, Any], where: str) -> Index:

@@ -41,6 +41,7 @@ from distgraph.runtime.job.processes import process_start
 
 LOCK: Final = ".lock"
 _OPEN: Final = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _TAKEN: Final = (errno.EAGAIN, errno.EACCES)
 _NO_LOCKS: Final = (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL)
 _MOST_LOCKS: Final = 64
@@ -132,6 +133,19 @@ def release(folder: Path) -> None:
         lock = _locks.pop(folder.resolve(), None)
         if lock is not None:
             _release(lock)
+
+
+def living_holder(folder: Path) -> Holder | None:
+    """The process that the lock file of a folder names, which may be this one; None where it has ended."""
+    try:
+        descriptor = os.open(folder / LOCK, _READ)
+    except OSError:
+        return None
+    try:
+        named = _read_holder(descriptor)
+    finally:
+        os.close(descriptor)
+    return named if named is not None and (named.same(_this_process()) or _may_live(named)) else None
 
 
 def _hold(folder: Path) -> _Lock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -96,6 +97,33 @@ def test_the_next_save_waits_for_the_one_in_progress(gate: Gate, tmp_path: Path)
     trained.save(tmp_path / "b")
     assert Checkpoint.open(tmp_path / "a").verify() == []
     assert Checkpoint.open(tmp_path / "b").verify() == []
+
+
+def test_a_folder_whose_first_save_is_in_progress(gate: Gate, tmp_path: Path) -> None:
+    """Another engine gets an error that names the files and the process, and can load it afterwards."""
+    trained = engine("tp2")
+    trained.fit(data(8), batch_size=8, progress=False)
+    trained.save(tmp_path / "a", asynchronous=True)
+    assert gate.reached.wait(60)
+    holder = rf"its .lock is held by process {os.getpid()} on"
+    message = rf"/a has no index.json and so no complete checkpoint yet: it has .*, and {holder}"
+    with pytest.raises(RuntimeFault, match=rf"{message} .*; load it when that save has ended"):
+        engine("dp2tp2").load(tmp_path / "a")
+    gate.open.set()
+    trained.close()
+    engine("dp2tp2").load(tmp_path / "a")
+
+
+def test_a_folder_whose_first_save_was_interrupted(tmp_path: Path) -> None:
+    trained = engine("tp2")
+    trained.fit(data(8), batch_size=8, progress=False)
+    trained.save(tmp_path / "a")
+    (tmp_path / "a" / "index.json").rename(tmp_path / "a" / ".index.json.0.tmp")
+    (tmp_path / "a" / ".lock").write_bytes(b"")
+    parts = r"3 of the files of a save \(.index.json.0.tmp, step-00000001-.*, \.\.\.\), and no living process"
+    message = rf"/a has no index.json and so no complete checkpoint: it has {parts} .* was interrupted"
+    with pytest.raises(RuntimeFault, match=message):
+        engine("tp2").load(tmp_path / "a")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

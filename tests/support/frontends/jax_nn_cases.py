@@ -16,6 +16,8 @@ Case = Callable[[], tuple[Callable[..., Any], Any, list[Any]]]
 """Returns a function of (params, *inputs), params and inputs."""
 
 SEQUENCE, IMAGE, VOLUME = (2, 6, 4), (2, 8, 6, 4), (2, 5, 6, 4, 4)
+LISTED = {"jax": "0.10.2", "flax": "0.12.8", "equinox": "0.13.8"}
+"""Versions whose names the tables of this module list; others may have more of them, or fewer."""
 CASES: dict[str, Case] = {}
 """Name such as "jax.nn.gelu" -> its case."""
 
@@ -37,7 +39,7 @@ for _name in (
     "sigmoid", "silu", "soft_sign", "softmax", "softplus", "sparse_plus", "sparse_sigmoid", "squareplus",
     "standardize", "swish", "tanh",
 ):  # fmt: skip
-    _function(_name, getattr(nn, _name), 3, 4)
+    _function(_name, lambda x, name=_name: getattr(nn, name)(x), 3, 4)
 _function("log1mexp", lambda x: nn.log1mexp(jnp.abs(x) + 0.1), 3, 4)
 _function("one_hot", lambda x: nn.one_hot(jnp.argmax(x, -1), 4) * x, 3, 4)
 _function("dot_product_attention", lambda x: nn.dot_product_attention(x, x, x, is_causal=True), 2, 5, 2, 4)

@@ -114,8 +114,16 @@ for _d, _shape in SHAPES.items():
     _add(f"ConstantPad{_d}d", lambda d=_d: getattr(nn, f"ConstantPad{d}d")(1, 2.5), _shape)
     for _kind in ("CircularPad", "ReflectionPad", "ReplicationPad", "ZeroPad"):
         _add(f"{_kind}{_d}d", lambda k=_kind, d=_d: getattr(nn, f"{k}{d}d")(1), _shape)
-_add("FractionalMaxPool2d", lambda: nn.FractionalMaxPool2d(3, output_ratio=0.5), IMAGE)
-_add("FractionalMaxPool3d", lambda: nn.FractionalMaxPool3d(2, output_ratio=0.5), VOLUME)
+_add(
+    "FractionalMaxPool2d",
+    lambda: nn.FractionalMaxPool2d(3, output_ratio=0.5, _random_samples=torch.rand(4, 3, 2)),
+    IMAGE,
+)
+_add(
+    "FractionalMaxPool3d",
+    lambda: nn.FractionalMaxPool3d(2, output_ratio=0.5, _random_samples=torch.rand(4, 3, 3)),
+    VOLUME,
+)
 
 _add("Linear", lambda: nn.Linear(5, 3), (4, 6, 5))
 _add("LazyLinear", lambda: nn.LazyLinear(3), (4, 5))
@@ -189,12 +197,6 @@ NO_MODULES = {
 
 
 REFUSED = {
-    "AdaptiveLogSoftmaxWithLoss": "selects the rows of each cluster: their number depends on the data",
-    "CTCLoss": "no rule for the recursion over alignments",
-    "CrossMapLRN2d": "a function of Python with its own backward; use LocalResponseNorm",
-    "FractionalMaxPool2d": "no rule for random windows; as an opaque op: "
-    '`{"aten.fractional_max_pool2d.default": "b c h! w!, b c r! -> b c k! l!, b c k! l!"}`',
-    "FractionalMaxPool3d": "the same, with one more dim",
-    "GaussianNLLLoss": "branches on whether a variance is negative; write the formula",
+    "CrossMapLRN2d": "its backward in torch is not the derivative of its forward part; use LocalResponseNorm",
 }
 """Modules that cannot be imported, and why."""

@@ -12,7 +12,7 @@ from distgraph.ir.dtypes import is_float
 _NONE, _MEAN = 0, 1
 
 
-def _reduced(loss: Any, reduction: int, weights: Any = None) -> Any:
+def reduced(loss: Any, reduction: int, weights: Any = None) -> Any:
     """The loss of every sample, their mean (weighted where they have weights), or their sum."""
     if reduction == _NONE:
         return loss
@@ -46,7 +46,7 @@ def _cross_entropy(
         scores = scores if weight is None else scores * weight
         even = ops.where(counted, -ops.reduce("sum", scores, -1), 0)
         loss = loss * (1 - label_smoothing) + even * (label_smoothing / logits.shape[-1])
-    return _reduced(loss, reduction, shares)
+    return reduced(loss, reduction, shares)
 
 
 def _soft_cross_entropy(logits: Any, target: Any, weight: Any, reduction: int, smoothing: float) -> Any:
@@ -54,7 +54,7 @@ def _soft_cross_entropy(logits: Any, target: Any, weight: Any, reduction: int, s
         target = target * (1 - smoothing) + smoothing / logits.shape[-1]
     terms = ops.log_softmax(logits) * target
     terms = terms if weight is None else terms * weight
-    return _reduced(-ops.reduce("sum", terms, -1), reduction)
+    return reduced(-ops.reduce("sum", terms, -1), reduction)
 
 
 @aten("nll_loss.default", "nll_loss2d.default", "nll_loss_nd.default")
@@ -65,7 +65,7 @@ def _nll_loss(x: Any, target: Any, weight: Any = None, reduction: int = 1, ignor
     shares = ops.cast(counted, x.dtype)
     if weight is not None:
         shares = shares * ops.embedding(weight, labels)
-    return _reduced(-ops.pick(scores, labels) * shares, reduction, shares)
+    return reduced(-ops.pick(scores, labels) * shares, reduction, shares)
 
 
 @aten("nll_loss_forward.default", "nll_loss2d_forward.default")
@@ -75,19 +75,19 @@ def _nll_loss_forward(x: Any, target: Any, weight: Any, reduction: int, ignore_i
 
 @aten("mse_loss.default", operands="result")
 def _mse_loss(x: Any, target: Any, reduction: int = 1) -> Any:
-    return _reduced(ops.square(x - target), reduction)
+    return reduced(ops.square(x - target), reduction)
 
 
 @aten("l1_loss.default", operands="result")
 def _l1_loss(x: Any, target: Any, reduction: int = 1) -> Any:
-    return _reduced(ops.absolute(x - target), reduction)
+    return reduced(ops.absolute(x - target), reduction)
 
 
 @aten("huber_loss.default", operands="result")
 def _huber_loss(x: Any, target: Any, reduction: int = 1, delta: float = 1.0) -> Any:
     distance = ops.absolute(x - target)
     near = ops.square(distance) * 0.5
-    return _reduced(ops.where(ops.less(distance, delta), near, (distance - delta / 2) * delta), reduction)
+    return reduced(ops.where(ops.less(distance, delta), near, (distance - delta / 2) * delta), reduction)
 
 
 @aten("smooth_l1_loss.default", operands="result")
@@ -96,7 +96,7 @@ def _smooth_l1_loss(x: Any, target: Any, reduction: int = 1, beta: float = 1.0) 
         return _l1_loss(x, target, reduction)
     distance = ops.absolute(x - target)
     near = ops.square(distance) * (0.5 / beta)
-    return _reduced(ops.where(ops.less(distance, beta), near, distance - beta / 2), reduction)
+    return reduced(ops.where(ops.less(distance, beta), near, distance - beta / 2), reduction)
 
 
 @aten("binary_cross_entropy_with_logits.default", operands="result")
@@ -106,11 +106,11 @@ def _bce_with_logits(
     positive = 1 if pos_weight is None else (pos_weight - 1) * target + 1
     tail = softplus(-x)
     loss = (1 - target) * x + positive * tail
-    return _reduced(loss if weight is None else loss * weight, reduction)
+    return reduced(loss if weight is None else loss * weight, reduction)
 
 
 @aten("binary_cross_entropy.default", operands="result")
 def _bce(x: Any, target: Any, weight: Any = None, reduction: int = 1) -> Any:
     first, second = ops.maximum(ops.log(x), -100), ops.maximum(ops.log1p(-x), -100)
     loss = -(target * first + (1 - target) * second)
-    return _reduced(loss if weight is None else loss * weight, reduction)
+    return reduced(loss if weight is None else loss * weight, reduction)
