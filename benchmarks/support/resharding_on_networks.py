@@ -41,6 +41,7 @@ import distgraph as dg
 from benchmarks.support.machines import machines
 from benchmarks.support.plans_on_networks import Setting, profiled, run_on
 from distgraph import nn, ops, optim
+from distgraph.ir.collective_registry import _forget_plans
 from distgraph.ir.sharding_spec import DistAttr, ShardSpec
 from distgraph.passes.redistribution import cross_mesh
 from distgraph.resources import Cluster
@@ -67,7 +68,7 @@ class Sent(nn.Module):
         with dg.on(self.first):
             sent = dg.shard_tensor(a, self.first, ["x", None]) * 2.0
             sent = sent if self.whole else ops.mean(sent, axis=0)
-        sent = dg.shard_tensor(sent, self.second, [None] * len(sent.shape))
+        sent = dg.reshard(sent, self.second, [None] * len(sent.shape))
         with dg.on(self.second):
             scale = dg.shard_tensor(self.scale, self.second, [None])
             there = dg.shard_tensor(b, self.second, [None, None])
@@ -89,7 +90,7 @@ class Summed(nn.Module):
         total = ops.matmul(ops.transpose(a), b)
         if self.hierarchical:
             total = dg.shard_tensor(total, self.mesh, ["rank", None])
-        total = dg.shard_tensor(total, self.mesh, [None, None])
+        total = dg.reshard(total, self.mesh, [None, None])
         return ops.mean(total * dg.shard_tensor(self.scale, self.mesh, [None]))
 
 
@@ -113,7 +114,9 @@ def landing_of(case: str) -> Iterator[None]:
         yield
         return
     with mock.patch.object(cross_mesh, "_landings", wanted):
+        _forget_plans()  # those of other cases
         yield
+    _forget_plans()
 
 
 def rank_main(arguments: list[str]) -> None:
