@@ -7,18 +7,18 @@ Machines are network namespaces of this computer with links of limited speed and
 keys of the result:
 
 * `mapping`: a program with tensor parallelism on two machines of two ranks, under the mapping that distgraph
-  chooses, the identity and the worst mapping (`benchmarks/support/placement.py`).
+  chooses, the identity and the worst mapping (`benchmarks/support/networks/placement.py`).
 * `plans`: searched plans against the fastest of all uniform plans, for a GPT, a conv net and a mixture of
   experts, on three speeds of the network and on machines of unequal speed
-  (`benchmarks/support/plans_on_networks.py`).
+  (`benchmarks/support/networks/searched_plans.py`).
 * `resharding`: a tensor that goes from machine to machine with and without an all_gather at its end, and
-  gradients summed by one all_reduce or in a hierarchy (`benchmarks/support/resharding_on_networks.py`).
+  gradients summed by one all_reduce or in a hierarchy (`benchmarks/support/networks/resharding.py`).
 * `actors`: a step under `Strategy(executor="actors")` over one under "static"
-  (`benchmarks/support/actor_runs.py`). Pipelines of four stages, a row under 1F1B and eager 1F1B, and
-  branches: three stages read one and are summed on it; 8 micro-batches. Stages pause for 1.5 ms forward and 3
-  ms backward besides a small layer. In `even` nothing is late. In `slow stage` the tasks of one stage, drawn
-  for each step, take up to 9 ms longer, drawn for each task. In `late messages` data arrive up to 13.5 ms
-  after they were sent; decisions and signals are not delayed. In `stopped rank` one rank does nothing for
+  (`benchmarks/support/networks/actor_runs.py`). Pipelines of four stages, a row under 1F1B and eager 1F1B,
+  and branches: three stages read one and are summed on it; 8 micro-batches. Stages pause for 1.5 ms forward
+  and 3 ms backward besides a small layer. In `even` nothing is late. In `slow stage` the tasks of one stage,
+  drawn for each step, take up to 9 ms longer, drawn for each task. In `late messages` data arrive up to 13.5
+  ms after they were sent; decisions and signals are not delayed. In `stopped rank` one rank does nothing for
   200 ms in one micro-batch. Both executors get the same delays, and must give the same losses bit for bit. A
   ratio is the median over pairs of (seconds under actors) / (seconds under static), with the 95 % interval of
   the median. `no_jitter_ratio` is the largest of `even`, `straggler_ratio` the mean over the other scenarios.
@@ -43,7 +43,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.safety import interval
-from benchmarks.support import placement, plans_on_networks, resharding_on_networks
+from benchmarks.support.networks import placement, searched_plans
+from benchmarks.support.networks import resharding as transfers
 
 ROOT = Path(__file__).resolve().parent.parent
 RANKS = 4
@@ -69,7 +70,7 @@ def mapping(quick: bool) -> Any:
 
 def plans(quick: bool) -> Any:
     """Searched plans over the fastest uniform plans."""
-    rows = plans_on_networks.run_all(quick)
+    rows = searched_plans.run_all(quick)
     keys = ("network", "model", "searched_over_best_uniform", "forecast_ratio", "forecast_error", "untried")
     show("plans", keys, [[_text(row[key]) for key in keys] for row in rows])
     return rows
@@ -80,7 +81,7 @@ def resharding(quick: bool) -> Any:
     rows = []
     for rate in (400,) if quick else (100, 400, 1000):
         rounds, seconds = (1, 50.0) if quick else (3, 60.0)
-        rows.append(resharding_on_networks.run(rate, rounds, seconds))
+        rows.append(transfers.run(rate, rounds, seconds))
     names = [(gain, kind) for gain in rows[0]["gains"]["measured"] for kind in ("measured", "forecast")]
     texts = [[str(row["rate"]), *(f"{row['gains'][kind][gain]:.2f}" for gain, kind in names)] for row in rows]
     show("resharding", ("Mbit/s", *(f"{gain}, {kind}" for gain, kind in names)), texts)
@@ -89,8 +90,9 @@ def resharding(quick: bool) -> Any:
 
 def actors(quick: bool) -> Any:
     """Steps under actors over those in the recorded order."""
-    runs = [sys.executable, "-m", "mpi4py", "-m", "benchmarks.support.actor_runs", "8" if quick else "30"]
-    printed = _printed(["mpiexec", "-n", str(RANKS), *runs])
+    module, pairs = "benchmarks.support.networks.actor_runs", "8" if quick else "30"
+    start = ["mpiexec", "-n", str(RANKS), sys.executable, "-m", "mpi4py"]
+    printed = _printed([*start, "-m", module, pairs])
     rows = []
     for row in json.loads(printed.strip().splitlines()[-1]):
         ratio, low, high = interval(row.pop("ratios"))

@@ -10,12 +10,12 @@ optimiser states split, with parameters split too, in each of 1, 2 and 4 micro-b
 
 One job of as many ranks runs them all, with one BLAS thread a rank, the searched plan first and the others in
 the order of their forecasts; a step takes as long as on the slowest rank. A plan whose first steps take more
-than 1.5 times as long as the best uniform one so far is out; the others take turns, a few steps each, and after every
-second round the slower half of them is out, by the median of all its steps, until one is left. Last this one
-and the searched plan take turns, and only these steps count: the least of many medians is below what the plan
-would show again, however many plans were equally fast. The ratio is that of the medians of one turn, median
-over the turns, so that a slow minute of the machine touches both sides; beside it stands the interval that
-holds 95 % of such medians when turns are drawn again (bootstrap).
+than 1.5 times as long as the best uniform one so far is out; the others take turns, a few steps each, and
+after every second round the slower half of them is out, by the median of all its steps, until one is left.
+Last this one and the searched plan take turns, and only these steps count: the least of many medians is below
+what the plan would show again, however many plans were equally fast. The ratio is that of the medians of one
+turn, median over the turns, so that a slow minute of the machine touches both sides; beside it stands the
+interval that holds 95 % of such medians when turns are drawn again (bootstrap).
 
 --minutes bounds the whole run; a sixth of it goes to profiles, the rest in equal parts to the models. Where a
 model's time does not suffice to make and try all uniform plans, those of the greatest estimates are left out

@@ -1,7 +1,7 @@
 """Searched plans and all uniform plans of small models, measured in one job in which they take turns.
 
-`benchmarks/real_plans.py` does this on this machine, `benchmarks/support/plans_on_networks.py` on machines
-with networks of limited speed and unequal shares of cores; the first one says how plans take turns.
+`benchmarks/real_plans.py` does this on this machine, `benchmarks/support/networks/searched_plans.py` on
+machines with networks of limited speed and unequal shares of cores; the first one says how plans take turns.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class Turns:
         return median(self.rounds[name])
 
     def try_all(self, files: Sequence[Path]) -> None:
-        """One turn of every plan, as long as there is time; of all but the first, those far behind are closed."""
+        """One turn of every plan, as long as there is time; those far behind, but the first, are closed."""
         for file in files:
             if len(self.rounds) > 1 and not self.goes_on(TRIAL):
                 break
@@ -288,9 +288,7 @@ def in_device_order(plan: Plan, cluster: Cluster) -> Plan:
         for mesh in [stage.mesh]
     )
     devices = range(1 + max(device for stage in plan.stages for device in stage.devices))
-    return replace(
-        plan, stages=tuple(stages), cluster=cluster.name, placement=placement_of(cluster, devices)
-    )
+    return replace(plan, stages=tuple(stages), cluster=cluster.name, placement=placement_of(cluster, devices))
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,5 +392,3 @@ def show(title: str, forecasts: dict[str, float], rounds: Rounds) -> None:
         quartiles, forecast = f"{low:.2f} - {high:.2f}", f"{forecasts[name] * 1e3:.2f} ms"
         table.add_row(name, f"{middle:.2f} ms", quartiles, str(len(rounds[name])), forecast)
     Console(width=120).print(table)
-
-

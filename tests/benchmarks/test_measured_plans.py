@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from support.programs.searched import CHAIN, SECONDS, two_by_two
 
-from benchmarks.support import resharding_on_networks as transfers
 from benchmarks.support.measured_plans import forecast_on, in_device_order, ratios
-from benchmarks.support.plans_on_networks import SETTINGS, Setting
+from benchmarks.support.networks import resharding as transfers
+from benchmarks.support.networks.searched_plans import SETTINGS, Setting
 from distgraph.engine.commands.plan_search import SearchOptions, search
 from distgraph.engine.search_driver.layout_costs import LayoutCosts
 from distgraph.engine.search_driver.search_space import pools_of

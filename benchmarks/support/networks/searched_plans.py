@@ -1,20 +1,21 @@
 """Searched plans against all uniform plans on networks of limited speed and on machines of unequal speed.
 
-    python -m benchmarks.support.plans_on_networks [--json FILE] [--quick] [--network N] [--only MODEL]
-                                                   [--minutes M] [--profile S]
+    python -m benchmarks.support.networks.searched_plans [--json FILE] [--quick] [--network N]
+                                                         [--only MODEL] [--minutes M] [--profile S]
 
 Machines are network namespaces of this computer (`benchmarks.support.machines`; needs root), each with its
 share of the cores: two machines of two ranks whose links have 100, 400 and 1,000 Mbit/s; then, at 400 Mbit/s,
 machines of 1.0 and 0.5 cores with two ranks and with one rank each, and of 1.0, 0.5 and 0.25 cores with one.
 Two ranks of a machine share its cores, so that one of them computes faster while the other waits, which no
-forecast knows; a rank alone has what the profile measured. Each network is first measured by `distgraph profile`,
-which knows nothing of the models. Then, for a GPT, a conv net and a mixture of experts, the search (mode
-auto) makes a plan for the profiled cluster, and all plans run in one job in which they take turns, as in
-`benchmarks/real_plans.py`.
+forecast knows; a rank alone has what the profile measured. Each network is first measured by `distgraph
+profile`, which knows nothing of the models. Then, for a GPT, a conv net and a mixture of experts, the search
+(mode auto) makes a plan for the profiled cluster, and all plans run in one job in which they take turns, as
+in `benchmarks/real_plans.py`.
 
 Uniform plans are equal pipeline stages, dp x tp on each, with and without ZeRO, in 1, 2, 4, 8 and 12
-micro-batches. On machines of unequal speed they are those for as many devices of one kind, since equal shares are what makes
-a plan uniform. All plans run as rank i on device i, and all are forecast on the profiled cluster.
+micro-batches. On machines of unequal speed they are those for as many devices of one kind, since equal shares
+are what makes a plan uniform. All plans run as rank i on device i, and all are forecast on the profiled
+cluster.
 
 Keys of the result, `plans`, for each network and model: `searched_over_best_uniform` (ratio of medians of one
 turn, median over turns) with the `interval` that holds 95 % of such medians when turns are drawn again, the

@@ -1,6 +1,6 @@
 """Placement carried out: steps of one program under every mapping of 4 ranks onto 2 machines.
 
-    python -m benchmarks.support.placement [--json FILE] [--rates 100,400,1000] [--steps 12]
+    python -m benchmarks.support.networks.placement [--json FILE] [--rates 100,400,1000] [--steps 12]
 
 Two blocks of linear layers train under dp=2 x tp=2, with tp over ranks 0, 2 and 1, 3; tp sends most bytes.
 The machines are network namespaces of this computer (`benchmarks.support.machines`; needs root). A plan has
@@ -40,7 +40,7 @@ from distgraph.plan.placement import ranks_by_machine
 from distgraph.resources import load_cluster
 from distgraph.runtime.launch.launch import current_transport
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 SAMPLES, WIDTH, BLOCKS = 4096, 64, 2
 MAPPINGS = ((0, 1, 2, 3), (0, 2, 1, 3), (0, 2, 3, 1))  # all of 4 ranks onto 2 equal machines of 2 devices
 HOSTS = "10.77.0.2:1,10.77.0.1:1,10.77.0.2:1,10.77.0.1:1"
@@ -123,7 +123,7 @@ def measured(plan: Path, steps: int, folder: Path) -> dict[str, Any]:
     """Seconds of steps under a plan, and the machine of every rank."""
     script, output = folder / "rank.py", folder / "seconds.json"
     script.write_text(
-        f"from benchmarks.support.placement import rank_main\nrank_main({steps}, {str(output)!r})\n"
+        f"from benchmarks.support.networks.placement import rank_main\nrank_main({steps}, {str(output)!r})\n"
     )
     command = [sys.executable, "-m", "distgraph", "run", "--plan", str(plan), "--hosts", HOSTS, str(script)]
     env = namespaces.launch_environment() | {"PYTHONPATH": str(ROOT)}

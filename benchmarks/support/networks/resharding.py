@@ -1,6 +1,6 @@
 """A tensor that goes from one machine to another, and gradients that are summed over both, measured.
 
-    python -m benchmarks.support.resharding_on_networks [--json FILE] [--rate MBIT] [--rounds N] [--profile S]
+    python -m benchmarks.support.networks.resharding [--json FILE] [--rate MBIT] [--rounds N] [--profile S]
 
 Two machines of two ranks are network namespaces of this computer (`benchmarks.support.machines`; needs root).
 The network is first measured by `distgraph profile`, which knows nothing of the programs. The cases are those
@@ -39,7 +39,7 @@ import numpy as np
 
 import distgraph as dg
 from benchmarks.support.machines import machines
-from benchmarks.support.plans_on_networks import Setting, profiled, run_on
+from benchmarks.support.networks.searched_plans import Setting, profiled, run_on
 from distgraph import nn, ops, optim
 from distgraph.ir.collective_registry import _forget_plans
 from distgraph.ir.sharding_spec import DistAttr, ShardSpec
@@ -51,7 +51,7 @@ from distgraph.runtime.launch.mpi_rank import current_transport
 ROWS, COLUMNS = 1536, 1024
 STEPS = 8
 CASES = ("signal", "without", "with", "flat", "hierarchical")
-MODULE = "benchmarks.support.resharding_on_networks"
+MODULE = "benchmarks.support.networks.resharding"
 SCRIPT = f"import sys; from {MODULE} import rank_main; rank_main(sys.argv[1:])"
 
 
