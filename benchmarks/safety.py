@@ -117,15 +117,8 @@ def _exchange_checks(workers: Sequence[Any], checks: Sequence[Any]) -> None:
         worker.check = check
 
 
-class NoChecksum:
-    """A checksum that reads nothing."""
-
-    def update(self, data: object) -> None:
-        """Ignore a part."""
-
-    def hexdigest(self) -> str:
-        """The same for all data."""
-        return "0" * 16
+def _no_checksum(data: object) -> str:
+    return "0" * 16
 
 
 def _no_look(*arguments: object) -> Callable[..., str]:
@@ -144,21 +137,16 @@ def measure_files(pairs: int) -> dict[str, list[float]]:
     engine.prepare(batch)
     engine.run(batch)
     saving: Any = saving_module
-    replaced: Any = files
-    kept, no_check = (files.running_checksum, saving.fault_of), (NoChecksum, _no_look)
-
-    def use(functions: tuple[Any, ...]) -> None:
-        replaced.running_checksum, saving.fault_of = functions
-
+    checksum, look = files.checksum, saving.fault_of
     with tempfile.TemporaryDirectory() as folder:
         checked, unchecked = Path(folder, "checked"), Path(folder, "unchecked")
 
         def without(call: Callable[[], Any]) -> None:
-            use(no_check)
+            files.checksum, saving.fault_of = _no_checksum, _no_look
             try:
                 call()
             finally:
-                use(kept)
+                files.checksum, saving.fault_of = checksum, look
 
         engine.save(checked)
         without(lambda: engine.save(unchecked))

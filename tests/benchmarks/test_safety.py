@@ -11,7 +11,7 @@ from distgraph.runtime.execute.checkpoint import files
 
 @pytest.mark.slow
 def test_saves_and_loads_with_and_without_checks() -> None:
-    before = files.running_checksum, saving.fault_of
+    before = files.checksum, saving.fault_of
     ratios = safety.measure_files(2)
     assert {name: len(values) for name, values in ratios.items()} == {"save": 2, "load": 2}
-    assert (files.running_checksum, saving.fault_of) == before
+    assert (files.checksum, saving.fault_of) == before

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from xxhash import xxh3_64
+from xxhash import xxh3_64_hexdigest
 
 PAGE: Final = 1 << 22
 """Bytes under one checksum: a part of a tensor is verified without reading all of it."""
@@ -81,14 +81,7 @@ def checksum(data: bytes | memoryview) -> str:
     It is not cryptographic: it detects damage, not forgery. It is several times faster than CRC-32 of zlib
     and than writing to disk (`benchmarks/HISTORY.md`).
     """
-    whole = running_checksum()
-    whole.update(data)
-    return whole.hexdigest()
-
-
-def running_checksum() -> xxh3_64:
-    """The same of data that come in parts: `update(part)` for each of them, then `hexdigest()`."""
-    return xxh3_64()
+    return xxh3_64_hexdigest(data)
 
 
 def replace(draft: Path, target: Path) -> None:

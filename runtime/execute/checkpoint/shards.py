@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -20,7 +20,6 @@ from distgraph.ir.dtypes import itemsize, to_numpy
 from distgraph.runtime.execute.checkpoint import files
 
 _PIECE: Final = 1 << 26  # bytes of a block that are in memory at a time, apart from the result
-_CACHED: Final = 1 << 18  # bytes that stay in the second-level cache of a core from one pass to the next
 _ALIGNMENT: Final = 8
 
 
@@ -62,7 +61,7 @@ def write_blocks(
 ) -> BlockFile:
     """Write one file, which is on disk at the end.
 
-    Each part of a page is checked, summed and written before the next one, so that memory is read once.
+    Each page is checked, summed and written before the next one, so that memory is read once.
 
     Args:
         path: path of the file, which must not exist.
@@ -70,7 +69,7 @@ def write_blocks(
         block: name -> the block.
         metadata: texts in the header.
         fault: (name, values of its block) -> reason why they must not be saved, empty for none. It is called
-            with each part of a page as a vector, and with the whole block if it refuses one.
+            with each page as a vector, and with the whole block if it refuses one.
 
     Raises:
         OSError: the file cannot be written.
@@ -87,22 +86,15 @@ def write_blocks(
                 raise AssertionError(f"block of {name} is {array.dtype}{list(array.shape)}")
             values = np.ascontiguousarray(array).reshape(-1)
             checksums[name] = []
-            for page in _parts(values, files.PAGE):
-                checksum = files.running_checksum()
-                for part in _parts(page, _CACHED):
-                    if fault is not None and fault(name, part):
-                        raise RefusedError(fault(name, array))
-                    data = memoryview(part.view(np.uint8).data)
-                    checksum.update(data)
-                    files.write(descriptor, data)
-                checksums[name].append(checksum.hexdigest())
+            step = files.PAGE // values.itemsize
+            for start in range(0, values.size, step):
+                part = values[start : start + step]
+                if fault is not None and fault(name, part):
+                    raise RefusedError(fault(name, array))
+                page = memoryview(part.view(np.uint8).data)
+                checksums[name].append(files.checksum(page))
+                files.write(descriptor, page)
     return BlockFile(path.name, end, len(header), files.checksum(header), begins, checksums)
-
-
-def _parts(values: np.ndarray, size: int) -> Iterator[np.ndarray]:
-    """Consecutive parts of a vector, of so many bytes and the last one of what is left."""
-    step = size // values.itemsize
-    return (values[start : start + step] for start in range(0, values.size, step))
 
 
 def _header(
