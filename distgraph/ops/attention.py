@@ -112,7 +112,7 @@ def _grad_workspace(
     if keys is None or keys >= k.shape[2]:
         return inside
     gradients = sum(x.nbytes for x in (q, *seen))
-    return gradients + max(inside, k.nbytes + v.nbytes)
+    return int(gradients + max(inside, k.nbytes + v.nbytes))
 
 
 def _from_rule(shapes: Shapes, attrs: Attrs) -> Rule:
