@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 import yaml
+from support.files.clusters import cluster_of
 from support.paths import ROOT
 from support.programs.forecasts import machines
-from support.programs.searched import PROGRAMS, SECONDS, Net, slow, two_by_two
+from support.programs.searched import CHAIN, PROGRAMS, SECONDS, Net, slow, two_by_two
 from support.search.plan_training import trains_as_one_rank
 
 import distgraph as dg
@@ -23,6 +24,7 @@ from distgraph.engine.search_driver.layout_costs import LayoutCosts
 from distgraph.errors import InfeasibleError, ResourceError, ShardingError
 from distgraph.ir.gc_pause import collector_paused
 from distgraph.passes.search.intra_op import solution_cache as solved
+from distgraph.plan.constraints import SearchConstraints
 from distgraph.plan.plan import Plan
 from distgraph.resources import load_cluster
 
@@ -212,3 +214,11 @@ def test_an_unfit_cluster() -> None:
     """A device without numbers for matmuls of the dtype of the program."""
     with pytest.raises(ResourceError, match=r"machines\[0\]\.devices\..*f64"):
         MLP.search(machines(2, 2))
+
+
+def test_two_stages_share_five_machines() -> None:
+    """No number of machines from 2 to 4 divides them."""
+    options = SearchOptions(seconds=SECONDS, processes=1, constraints=SearchConstraints(stages=2))
+    request = replace(CHAIN, batch=60).compile_request()
+    plan = search(request, cluster_of(slow(1, 1, 1, 1, 1)), options)
+    assert sorted(stage.mesh.size for stage in plan.stages) == [2, 3]
