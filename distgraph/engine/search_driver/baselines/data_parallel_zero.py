@@ -49,8 +49,7 @@ Forecasts = Generator[Event, None, Evaluation | None]
 def evaluate_data_parallel_zero(state: SearchState) -> Iterator[Event]:
     """Levels of ZeRO with data parallelism on all devices.
 
-    Where plain data parallelism fits, the lowest and the highest level are forecast: the lowest gathers
-    parameters after the update, the highest while layers are computed. Nothing is built twice, or where a
+    Where plain data parallelism fits, only its states are split too. Nothing is built twice, or where a
     program of one stage breaks a constraint or annotations name axes.
     """
     most = state.constraints.zero
@@ -62,8 +61,7 @@ def evaluate_data_parallel_zero(state: SearchState) -> Iterator[Event]:
     if not programs.has_samples(state.constraints.start.micro_batches):
         levels = levels[:1]  # no level changes that
     if any(e.origin == "data parallel" and e.fits for e in state.evaluations.all):
-        for level in dict.fromkeys((levels[0], levels[-1])):
-            yield from programs.with_fewest_micro_batches(level)
+        yield from programs.with_fewest_micro_batches(levels[0])
         return
     highest = yield from programs.with_fewest_micro_batches(levels[-1])
     if highest is None:
