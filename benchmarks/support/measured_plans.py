@@ -91,12 +91,12 @@ class Model:
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
         """A batch."""
         random = np.random.default_rng(0)
-        found = []
+        arrays = []
         for shape, dtype in (self.x, self.y):
             size = (self.batch, *shape)
             whole = random.integers(0, CLASSES, size).astype("i4")
-            found.append(whole if dtype == "i32" else random.normal(size=size).astype("f4"))
-        return found[0], found[1]
+            arrays.append(whole if dtype == "i32" else random.normal(size=size).astype("f4"))
+        return arrays[0], arrays[1]
 
     def compile_request(self) -> CompileRequest:
         """The program that is searched."""
@@ -157,8 +157,8 @@ class Turns:
             start = time.perf_counter()
             self.engines[name].run(self.batch)
             own.append(time.perf_counter() - start)
-        found = self.transport.gather_objects(own, 0)
-        slowest = None if found is None else [max(column) for column in zip(*found, strict=True)][1:]
+        gathered = self.transport.gather_objects(own, 0)
+        slowest = None if gathered is None else [max(column) for column in zip(*gathered, strict=True)][1:]
         together: list[float] = self.transport.broadcast_object(slowest, 0)
         return together
 
@@ -188,13 +188,13 @@ class Turns:
         return min(names, key=self.median)
 
     def last(self, pair: Sequence[str]) -> Rounds:
-        """Turns of two plans until the time is up."""
-        found: Rounds = {name: [] for name in pair}
-        while not all(found.values()) or self.goes_on(1.0):
+        """Turns of two plans until the time limit is reached."""
+        rounds: Rounds = {name: [] for name in pair}
+        while not all(rounds.values()) or self.goes_on(1.0):
             for name in pair:
-                found[name].append(self.turn(name))
+                rounds[name].append(self.turn(name))
             pair = pair[::-1]
-        return found
+        return rounds
 
 
 def rank_main(arguments: Sequence[str]) -> None:
@@ -244,21 +244,21 @@ def uniform_plans(
         for restriction in UNIFORM
         for row in uniform_pipelines(layout_costs, micro, restriction)
     ]
-    found: dict[str, Plan | None] = {}
+    plans: dict[str, Plan | None] = {}
     programs = []
     for row in sorted(rows, key=lambda row: row.estimate):
-        if most is not None and len(found) == most:
+        if most is not None and len(plans) == most:
             break
         name = f"{row.origin}, {row.micro_batches} micro-batch{'es' * (row.micro_batches > 1)}"
-        if len(found) > 1 and time.monotonic() > end:
-            found[name] = None
+        if len(plans) > 1 and time.monotonic() > end:
+            plans[name] = None
             continue
         plan = plan_of(build_candidate(row, layout_costs), layout_costs)
         program = program_of(plan)
         if program not in programs:
             programs.append(program)
-            found[name] = plan
-    return found
+            plans[name] = plan
+    return plans
 
 
 def program_of(plan: Plan) -> tuple[object, ...]:
@@ -345,16 +345,16 @@ def compared(
         plans[title].save(folder / f"{number:03}.json")
     left = begin + seconds - time.monotonic()
     chosen, counted = (
-        {title: found[f"{i:03}"] for i, title in enumerate(order) if f"{i:03}" in found}
-        for found in measured(
+        {title: measured_rounds[f"{i:03}"] for i, title in enumerate(order) if f"{i:03}" in measured_rounds}
+        for measured_rounds in measured(
             place.start, [name, str(model.batch), str(folder), str(left), str(cluster.source)]
         )
     )
-    rounds = {title: found + counted.get(title, []) for title, found in chosen.items()}
+    rounds = {title: turns + counted.get(title, []) for title, turns in chosen.items()}
     (best,) = (title for title in counted if title != "searched")
     untried = len(made) + (same is None) - len(rounds)
     ratio, interval = ratios(counted["searched"], counted[best])
-    steps = {title: median(found) for title, found in rounds.items()}
+    steps = {title: median(turns) for title, turns in rounds.items()}
     show(f"{name} on {ranks} ranks" + f", {untried} not tried" * (untried > 0), forecasts, rounds)
     return {
         "model": name,
@@ -371,7 +371,7 @@ def compared(
         "untried": untried,
         "searched": [str(stage.mesh) for stage in searched.stages],
         "micro_batches": searched.micro_batches,
-        "rounds": {title: len(found) for title, found in rounds.items()},
+        "rounds": {title: len(turns) for title, turns in rounds.items()},
         "measured": steps,
         "forecast": forecasts,
         "load": os.getloadavg()[0],
@@ -386,7 +386,7 @@ def median(rounds: list[list[float]]) -> float:
 def show(title: str, forecasts: dict[str, float], rounds: Rounds) -> None:
     """The table of one model."""
     table = Table("plan", "measured", "quartiles", "rounds", "forecast", title=title)
-    steps = {name: [seconds for own in found for seconds in own] for name, found in rounds.items()}
+    steps = {name: [seconds for own in turns for seconds in own] for name, turns in rounds.items()}
     for name in sorted(steps, key=lambda name: statistics.median(steps[name])):
         low, middle, high = np.quantile(steps[name], (0.25, 0.5, 0.75)) * 1e3
         quartiles, forecast = f"{low:.2f} - {high:.2f}", f"{forecasts[name] * 1e3:.2f} ms"
