@@ -43,7 +43,8 @@ def pays(xp: Namespace, x: Array, *dtypes: Any) -> bool:
 
 
 class Loop(Generic[P, R]):
-    """A Python function that Numba compiles at its first call, and that is interpreted without Numba.
+    """A Python function that Numba compiles at its first call, and that is interpreted without Numba, unless
+    `without_numba` gave another function for that.
 
     Numba compiles calls between functions only where it sees its own dispatchers, so a loop is compiled with
     the loops that it calls by a global name replaced by their dispatchers.
@@ -53,14 +54,21 @@ class Loop(Generic[P, R]):
         self, function: Callable[P, R], fastmath: frozenset[str] = SAFE_FASTMATH, inline: str = "never"
     ) -> None:
         self._function, self._fastmath, self._inline = function, fastmath, inline
+        self._interpreted = function
         self._dispatcher: Callable[P, R] | None = None
         update_wrapper(self, function)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         run = self._dispatcher
         if run is None:
-            run = self.dispatcher() if has_numba() else self._function
+            run = self.dispatcher() if has_numba() else self._interpreted
         return run(*args, **kwargs)
+
+    def without_numba(self, function: Callable[P, R]) -> Callable[P, R]:
+        """A decorator of the function that computes the same with array operations where Numba is not
+        installed."""
+        self._interpreted = function
+        return function
 
     def dispatcher(self) -> Callable[P, R]:
         """Numba's dispatcher, which compiles for the types of its arguments.

@@ -17,6 +17,7 @@ from distgraph.engine.search_driver.search_state import FORECASTS, Event, Search
 from distgraph.engine.search_driver.stage_search import VariantTable, best_pipeline, variant_table
 from distgraph.errors import InfeasibleError
 from distgraph.ir.range_notation import spans
+from distgraph.kernels._jit import has_numba
 from distgraph.resources import Cluster
 from distgraph.resources.units import format_bytes
 from distgraph.runtime.forecast.memory_forecast import Shortage
@@ -83,7 +84,7 @@ def infeasible_message(state: SearchState) -> str:
         head = f"search: no plan that fits cluster {cluster.name}{clause} was found in {state.seconds:g} s"
     unfit = [evaluation for evaluation in state.evaluations.all if not evaluation.fits]
     if not unfit and state.expired():
-        return f"{head}; give the search more seconds" + (", or leave a constraint out" if given else "")
+        return f"{head}; {_more_time()}" + (", or leave a constraint out" if given else "")
     if not unfit and given:
         broken = state.evaluations.left_out
         reasons = "; ".join(f"{origin} does not keep {constraint}" for origin, constraint in broken.items())
@@ -95,7 +96,14 @@ def infeasible_message(state: SearchState) -> str:
     name = nearest.origin if nearest.candidate is None else str(nearest.candidate)
     shortage = f"needs {format_bytes(worst.missing)} more on device {worst.device}: {worst}"
     more = f"{_short(nearest)}; {_of_what(nearest, worst)}; {_ways_out(cluster, nearest, worst)}"
-    return f"{head}; the nearest, {name}, {shortage}; {more}"
+    late = f"; {_more_time()}" if state.expired() else ""
+    return f"{head}; the nearest, {name}, {shortage}; {more}{late}"
+
+
+def _more_time() -> str:
+    """What lets a search that its time limit ended find more."""
+    interpreted = "" if has_numba() else ", or install numba, which compiles the loops of its solver"
+    return f"give the search more seconds{interpreted}"
 
 
 def _short(program: BuiltCandidate) -> str:

@@ -57,6 +57,20 @@ def _add_worst(regret: Floats, table: Floats) -> int:
     return finite
 
 
+@_add_worst.without_numba
+def _add_worst_by_rows(regret: Floats, table: Floats) -> int:
+    permitted, different = table < np.inf, np.ones(len(table), dtype=bool)
+    finite, subtracted = 0, np.where(permitted, table, 0.0)
+    for b in range(len(table)):
+        different[b] = False
+        pairs = different & (regret[b] < np.inf)
+        more = np.where(permitted[pairs], table[b] - subtracted[pairs], -np.inf)
+        regret[b, pairs] += more.max(axis=1)
+        finite += int(np.count_nonzero(regret[b, pairs] < np.inf))
+        different[b] = True
+    return finite
+
+
 @exact
 def _survivors(regret: Floats) -> Floats:
     """One for every strategy that stays; of strategies that dominate each other the first stays."""

@@ -156,14 +156,26 @@ class Flat:
 
 
 @exact
+def add_multiple(total: Floats, factor: float, more: Floats) -> None:
+    """Add a multiple of some numbers to the first numbers of `total`."""
+    for s in range(len(more)):
+        total[s] += factor * more[s]
+
+
+@add_multiple.without_numba
+def _add_multiple_arrays(total: Floats, factor: float, more: Floats) -> None:
+    total[: len(more)] += factor * more
+
+
+@exact
 def _add_rents(
     total: Floats, rent: Floats, first: Ints, use_first: Ints, amount_first: Ints, amount: Floats
 ) -> None:
     for i in range(len(first) - 1):
         for use in range(use_first[i], use_first[i + 1]):
             if rent[use] != 0:
-                for s in range(first[i + 1] - first[i]):
-                    total[first[i] + s] += rent[use] * amount[amount_first[use] + s]
+                amounts = amount[amount_first[use] : amount_first[use + 1]]
+                add_multiple(total[first[i] : first[i + 1]], rent[use], amounts)
 
 
 def _offsets(sizes: Sequence[int]) -> Ints:

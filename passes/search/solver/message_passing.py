@@ -19,7 +19,7 @@ import numpy as np
 
 from distgraph.ir.float_arrays import Floats
 from distgraph.kernels._jit import exact
-from distgraph.passes.search.solver.flat_problem import Flat, Ints
+from distgraph.passes.search.solver.flat_problem import Flat, Ints, add_multiple
 
 __all__ = ["Messages"]
 
@@ -105,6 +105,21 @@ def _pull(
                 out[c] = min(out[c], table[offset + r * columns + c] - message)
 
 
+@_pull.without_numba
+def _pull_arrays(
+    out: Floats, vectors: Floats, side: int, first: Ints, ends: Ints, table_first: Ints, table: Floats,
+    side_first: Ints,
+) -> None:  # fmt: skip
+    edge, (lower, upper) = side // 2, ends[side // 2]
+    rows, columns = first[lower + 1] - first[lower], first[upper + 1] - first[upper]
+    entries = table[table_first[edge] : table_first[edge + 1]].reshape(rows, columns)
+    if side % 2 == 1:
+        entries = entries.T
+    with np.errstate(invalid="ignore"):  # inf - inf is left out
+        pulled = entries - vectors[side_first[side ^ 1] :][: entries.shape[1]]
+    out[: len(entries)] = np.fmin.reduce(pulled, axis=1, initial=np.inf)
+
+
 @exact
 def _sweep(
     cost: Floats, choice: Ints, vectors: Floats, backward: bool,
@@ -129,18 +144,15 @@ def _sweep(
             mine = vectors[side_first[side] : side_first[side] + count]
             if side % 2 == behind:
                 ahead += 1
-                for s in range(count):
-                    estimate[s] += mine[s]
+                add_multiple(estimate, 1.0, mine)
             else:
                 _pull(mine, vectors, side, first, ends, table_first, table, side_first)
                 other = choice[ends[side // 2, behind]]
                 columns = first[ends[side // 2, 1] + 1] - first[ends[side // 2, 1]]
                 offset, stride = (other * columns, 1) if behind == 0 else (other, columns)
                 offset += table_first[side // 2]
-                for s in range(count):
-                    estimate[s] += table[offset + s * stride]
-            for s in range(count):
-                total[s] += mine[s]
+                add_multiple(estimate, 1.0, table[offset : offset + count * stride : stride])
+            add_multiple(total, 1.0, mine)
         least = total[:count].min()
         choice[i] = np.argmin(estimate[:count])
         if least == np.inf:
@@ -149,8 +161,7 @@ def _sweep(
         for t in range(touch_first[i], touch_first[i + 1]):
             if touch[t] % 2 == behind:
                 offset = side_first[touch[t]]
-                for s in range(count):
-                    vectors[offset + s] -= share * total[s]
+                add_multiple(vectors[offset : offset + count], -share, total[:count])
         bound += (1.0 - share * ahead) * least
     return bound
 
