@@ -14,7 +14,8 @@ from distgraph.engine.commands.interrupt import deferred
 from distgraph.engine.nonfinite import fault_of
 from distgraph.errors import RuntimeFault
 from distgraph.runtime.execute.checkpoint import CheckpointInProgress, SavedTensor, write_checkpoint
-from distgraph.runtime.execute.checkpoint.writing import Block, Fault
+from distgraph.runtime.execute.checkpoint.shards import Fault
+from distgraph.runtime.execute.checkpoint.writing import Block
 from distgraph.runtime.execute.process_group import World
 
 if TYPE_CHECKING:

@@ -21,10 +21,10 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from distgraph.runtime.execute.checkpoint.shards import Fault
 from distgraph.runtime.execute.checkpoint.writing import (
     DONE,
     Block,
-    Fault,
     SavedTensor,
     WrittenBlocks,
     check_names,

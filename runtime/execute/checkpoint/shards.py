@@ -7,12 +7,15 @@ that is read is verified. `Checkpoint.verify` also reads the files with the libr
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
@@ -21,6 +24,11 @@ from distgraph.runtime.execute.checkpoint import files
 
 _PIECE: Final = 1 << 26  # bytes of a block that are in memory at a time, apart from the result
 _ALIGNMENT: Final = 8
+_WORTH_A_THREAD: Final = 1 << 18
+"""Bytes that take as long to check and to sum as another thread needs to begin, some 50 us."""
+Fault = Callable[[str, np.ndarray], str]
+"""(name, values of its block) -> reason why they must not be saved; empty for none."""
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +65,11 @@ def write_blocks(
     shapes: Mapping[str, tuple[tuple[int, ...], str]],
     block: Callable[[str], np.ndarray],
     metadata: Mapping[str, str],
-    fault: Callable[[str, np.ndarray], str] | None = None,
+    fault: Fault | None = None,
 ) -> BlockFile:
     """Write one file, which is on disk at the end.
 
-    Each page is checked, summed and written before the next one, so that memory is read once.
+    A page is checked and summed by another thread while it is written.
 
     Args:
         path: path of the file, which must not exist.
@@ -78,7 +86,7 @@ def write_blocks(
     names = sorted(shapes, key=lambda name: (-itemsize(shapes[name][1]), name))
     header, begins, end = _header({name: shapes[name] for name in names}, metadata)
     checksums: dict[str, list[str]] = {}
-    with files.created(path) as descriptor:
+    with files.created(path) as descriptor, ThreadPoolExecutor(1, "checksum") as thread:
         files.write(descriptor, header)
         for name in names:
             array = block(name)
@@ -89,12 +97,29 @@ def write_blocks(
             step = files.PAGE // values.itemsize
             for start in range(0, values.size, step):
                 part = values[start : start + step]
-                if fault is not None and fault(name, part):
-                    raise RefusedError(fault(name, array))
                 page = memoryview(part.view(np.uint8).data)
-                checksums[name].append(files.checksum(page))
+                checksum = _started(thread, partial(_checksum, name, part, page, fault), page.nbytes)
                 files.write(descriptor, page)
+                if (page_sum := checksum()) is None:
+                    assert fault is not None
+                    raise RefusedError(fault(name, array))
+                checksums[name].append(page_sum)
     return BlockFile(path.name, end, len(header), files.checksum(header), begins, checksums)
+
+
+def _checksum(name: str, part: np.ndarray, page: memoryview, fault: Fault | None) -> str | None:
+    """The checksum of a page; None where its values are refused."""
+    return None if fault is not None and fault(name, part) else files.checksum(page)
+
+
+def _started(thread: ThreadPoolExecutor, task: Callable[[], Result], size: int) -> Callable[[], Result]:
+    """Begin a task on a page of some bytes in another thread. Returns how to wait for its result; the call
+    does the task where a thread does not pay, or where none can begin because the interpreter ends."""
+    if size < _WORTH_A_THREAD:
+        return task
+    with contextlib.suppress(RuntimeError):
+        return thread.submit(task).result
+    return task
 
 
 def _header(

@@ -35,15 +35,13 @@ from distgraph.runtime.execute.checkpoint.index import (
     to_text,
 )
 from distgraph.runtime.execute.checkpoint.lock import LOCK, hold, release, writing
-from distgraph.runtime.execute.checkpoint.shards import BlockFile, RefusedError, write_blocks
+from distgraph.runtime.execute.checkpoint.shards import BlockFile, Fault, RefusedError, write_blocks
 from distgraph.runtime.execute.process_group import World
 from distgraph.serialization.documents import shown_path
 
 Slices = tuple[slice, ...]
 Block = Callable[[str, int], np.ndarray]
 """(name, local rank) -> block of the tensor."""
-Fault = Callable[[str, np.ndarray], str]
-"""(name, values of its block) -> reason why they must not be saved; empty for none."""
 _RESERVED: Final = "__metadata__"
 DONE: Final = ""
 """Error of a `commit` without one."""

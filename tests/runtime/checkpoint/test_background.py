@@ -217,7 +217,8 @@ def test_another_engine_may_not_write_the_folder_meanwhile(gate: Gate, tmp_path:
     second.save(tmp_path)
 
 
-def test_the_end_of_the_process_waits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("width", [3, 600])  # pages without and with another thread that sums them
+def test_the_end_of_the_process_waits(width: int, tmp_path: Path) -> None:
     import subprocess
     import sys
 
@@ -226,8 +227,8 @@ import numpy as np, distgraph as dg, time
 from distgraph.runtime.execute.checkpoint import background
 original = background.write_rank
 background.write_rank = lambda *args: (time.sleep(0.3), original(*args))[1]
-engine = dg.Engine(dg.nn.Linear(3, 1), dg.nn.MeanSquaredError(), dg.optim.Adam())
-engine.fit((np.ones((4, 3), "f4"), np.ones((4, 1), "f4")), progress=False)
+engine = dg.Engine(dg.nn.Linear({width}, {width}), dg.nn.MeanSquaredError(), dg.optim.Adam())
+engine.fit((np.ones((4, {width}), "f4"), np.ones((4, {width}), "f4")), progress=False)
 engine.save({str(tmp_path)!r}, asynchronous=True)
 """
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -24,7 +24,8 @@ from distgraph.engine.callbacks import ModelCheckpoint
 from distgraph.errors import RuntimeFault
 from distgraph.ir.dtypes import to_numpy
 from distgraph.ir.sharding_spec import DistAttr, ShardSpec
-from distgraph.runtime.execute.checkpoint import Checkpoint, SavedTensor, owned, write_checkpoint
+from distgraph.runtime.execute.checkpoint import Checkpoint, SavedTensor, files, owned, write_checkpoint
+from distgraph.runtime.execute.checkpoint.shards import BlockFile, RefusedError, StoredBlock, write_blocks
 from distgraph.runtime.execute.process_group import InProcessWorld
 
 P = dg.ProcessMesh.grid
@@ -114,6 +115,32 @@ def test_safetensors_reads_the_files(tmp_path: Path) -> None:
         (a, b), (m, n) = shard["start"], shard["shape"]
         weight[a : a + m, b : b + n] = load_file(tmp_path / shard["file"])["up.weight"]
     np.testing.assert_array_equal(weight, whole(trained, "up.weight"))
+
+
+@pytest.mark.parametrize("wrong", [None, 7, (2 << 20) + 1, (9 << 18) - 1])
+def test_every_page_is_summed_and_checked(wrong: int | None, tmp_path: Path) -> None:
+    """A block of two pages and a quarter, a value of which may be refused."""
+    values = np.arange(9 << 18, dtype=np.float32)
+    if wrong is not None:
+        values[wrong] = np.nan
+    path, shapes = tmp_path / "x", {"w": (values.shape, "f32"), "b": ((2,), "f32")}
+
+    def fault(name: str, part: np.ndarray) -> str:
+        return f"{name} of {part.size} has nan" if np.isnan(part).any() else ""
+
+    def write() -> BlockFile:
+        return write_blocks(path, shapes, {"w": values, "b": values[2:4]}.__getitem__, {}, fault)
+
+    if wrong is not None:
+        with pytest.raises(RefusedError, match=f"w of {9 << 18} has nan"):
+            write()
+        return
+    written = write()
+    with files.opened(path) as file:
+        for name, (shape, dtype) in shapes.items():
+            sums = written.checksums[name]
+            assert len(sums) == (3 if name == "w" else 1)
+            StoredBlock(shape, dtype, written.begins[name], tuple(sums)).verify(file)
 
 
 @pytest.mark.parametrize("layout", ["serial", "dp2tp2", "pp1_3"])
