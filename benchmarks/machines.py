@@ -11,6 +11,8 @@ keys of the result:
 * `plans`: searched plans against the fastest of all uniform plans, for a GPT, a conv net and a mixture of
   experts, on three speeds of the network and on machines of unequal speed
   (`benchmarks/support/networks/searched_plans.py`).
+* `shares`: data parallelism with the shares of a searched plan against equal shares, on machines of unequal
+  speed (`benchmarks/support/networks/uneven_shares.py`).
 * `resharding`: a tensor that goes from machine to machine with and without an all_gather at its end, and
   gradients summed by one all_reduce or in a hierarchy (`benchmarks/support/networks/resharding.py`).
 * `actors`: a step under `Strategy(executor="actors")` over one under "static"
@@ -43,7 +45,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.safety import interval
-from benchmarks.support.networks import placement, searched_plans
+from benchmarks.support.networks import placement, searched_plans, uneven_shares
 from benchmarks.support.networks import resharding as transfers
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -73,6 +75,14 @@ def plans(quick: bool) -> Any:
     rows = searched_plans.run_all(quick)
     keys = ("network", "model", "searched_over_best_uniform", "forecast_ratio", "forecast_error", "untried")
     show("plans", keys, [[_text(row[key]) for key in keys] for row in rows])
+    return rows
+
+
+def shares(quick: bool) -> Any:
+    """Equal shares over those of a searched plan."""
+    rows = uneven_shares.run_all(quick)
+    keys = ("network", "model", "weights", "even_over_uneven", "interval", "forecast_ratio")
+    show("shares", keys, [[_text(row.get(key, "")) for key in keys] for row in rows])
     return rows
 
 
@@ -128,6 +138,7 @@ def elastic(quick: bool) -> Any:
 PARTS: dict[str, Callable[[bool], Any]] = {
     "mapping": mapping,
     "plans": plans,
+    "shares": shares,
     "resharding": resharding,
     "actors": actors,
     "elastic": elastic,

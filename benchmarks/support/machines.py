@@ -241,6 +241,31 @@ def _groups(machine: int) -> list[Path]:
     return [path for path in (_CPU_V1 / f"dgm{machine}", _CPU_V2 / f"dgm{machine}") if path.exists()]
 
 
+def _share(machine: int) -> float:
+    """Cores that a machine may use, 0 where it has no limit."""
+    for group in _groups(machine):
+        if (group / "cpu.cfs_quota_us").exists():
+            return int((group / "cpu.cfs_quota_us").read_text()) / _PERIOD
+        return int((group / "cpu.max").read_text().split()[0]) / _PERIOD
+    return 0.0
+
+
+def _own_core(machine: int) -> int | None:
+    """The core on which the processes of a machine run, shared with no more machines than fill it; None where
+    it may use more than one core, has no limit, or no core has room.
+
+    Without it, the share of a machine would be the same, but which of its processes wait for those of another
+    machine would be decided anew in every job.
+    """
+    room = dict.fromkeys(sorted(os.sched_getaffinity(0)), 1.0)
+    for other in range(machine + 1):
+        share = _share(other)
+        core = next((core for core, left in room.items() if 0 < share <= left + 1e-9), None)
+        if core is not None:
+            room[core] -= share
+    return core
+
+
 def _down() -> None:
     """Remove all machines: those of this use, and those of a former use of any size that was killed."""
     spaces = _run("ip", "netns", "list", check=False).split()  # "dgm0 (id: 1)" a line
@@ -279,6 +304,8 @@ def _enter(argv: Sequence[str]) -> None:
         sys.exit(f"connect to host {words[0]}: no route to host")
     for group in _groups(machine):
         (group / "cgroup.procs").write_text(str(os.getpid()))
+    if (core := _own_core(machine)) is not None:
+        os.sched_setaffinity(0, {core})
     # `ip netns exec` mounts a /sys without control groups, in which a rank would not find its share of cores.
     kept = "/dev/shm/cgroup"
     before = f"mount -t tmpfs none /dev/shm; mkdir {kept}; mount --rbind /sys/fs/cgroup {kept}"

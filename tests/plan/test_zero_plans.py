@@ -65,3 +65,12 @@ def test_the_search_forecasts_levels_and_keeps_what_is_given() -> None:
     assert plan.zero <= 2
     assert not any("dp" in dim for t in plan.tensors.values() if t.kind == "param" for dim in t.spec.dims)
     assert "given: zero=2" in plan.explain("zero")
+
+
+def test_where_plain_data_parallelism_fits_the_lowest_and_the_highest_level_are_forecast() -> None:
+    options = SearchOptions(seconds=SECONDS, processes=1, constraints=SearchConstraints(stages=1))
+    baselines = search(CHAIN.compile_request(), two_by_two(), options).baselines
+    assert isinstance(baselines["data parallel"], float)
+    assert isinstance(baselines["data parallel, ZeRO-1"], float)
+    assert isinstance(baselines["data parallel, ZeRO-3"], float)
+    assert "data parallel, ZeRO-2" not in baselines

@@ -85,6 +85,13 @@ def test_one_kind_of_device_alone_is_a_baseline(speed: float) -> None:
         assert plan.forecast.seconds == pytest.approx(best.forecast.seconds)
 
 
+def test_zero_is_forecast_on_all_devices_and_on_those_of_each_kind() -> None:
+    baselines = CHAIN.search(cluster_of(mixed(0.5, 2, 2))).baselines
+    for devices in ("data parallel", "data parallel, 2 x G", "data parallel, 2 x H"):
+        for level in ("", ", ZeRO-1", ", ZeRO-3"):
+            assert isinstance(baselines[devices + level], float)
+
+
 @pytest.mark.parametrize("speed", [0.8, 0.5])
 @pytest.mark.parametrize(("batch", "width"), [(12, 24), (24, 24), (24, 48)])
 def test_shares_as_exhaustive_search_by_forecasts(speed: float, batch: int, width: int) -> None:

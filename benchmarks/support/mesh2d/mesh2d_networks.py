@@ -88,7 +88,7 @@ class Setting:
 
 SETTINGS = (
     Setting("4 machines of 1 rank, 400 Mbit/s", 4, 400, 0.5),
-    Setting("2 machines of 2 ranks, 400 Mbit/s", 2, 400, 1.0),
+    Setting("2 machines of 2 ranks, 400 Mbit/s", 2, 400, 0.9),
     Setting("4 ranks of one machine", 1, None, 2.0),
 )
 

@@ -103,11 +103,14 @@ def test_the_program_trains_as_one_rank(tight: int) -> None:
     trains_as_one_rank(PROGRAM, plan_of(built, state.layout_costs))
 
 
-def test_micro_batches_alone_where_they_suffice() -> None:
+def test_recomputed_layers_compete_with_more_micro_batches() -> None:
+    """Two micro-batches fit as they are; one fits with some layers recomputed."""
     state = state_of(memory=bytes_needed(2) + 1)
-    assert all(not recomputed(each) for each in evaluated(state))
+    programs = evaluated(state)
+    choices = {(each.choices["micro_batches"], bool(recomputed(each))) for each in programs if each.fits}
+    assert choices == {("2", False), ("1", True)}
     assert state.best is not None
-    assert state.best.choices["micro_batches"] == "2"
+    assert state.best.seconds == min(each.seconds for each in programs if each.fits)
 
 
 def test_given_layers_stay(tight: int) -> None:

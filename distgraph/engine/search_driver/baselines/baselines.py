@@ -11,7 +11,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from distgraph.engine.search_driver.baselines.data_parallel_zero import evaluate_data_parallel_zero
+from distgraph.engine.search_driver.baselines.data_parallel_zero import (
+    evaluate_data_parallel_zero,
+    groups_of_devices,
+)
 from distgraph.engine.search_driver.candidate import (
     Candidate,
     StageChoice,
@@ -98,13 +101,8 @@ def evaluate_data_parallel(state: SearchState, eligible: bool, hopeless: bool = 
     """
     if not hopeless:
         yield Event("data parallel")
-    groups = {"data parallel": state.layout_costs.devices}
-    for pool in state.layout_costs.pools:
-        if 1 < pool.size < len(state.layout_costs.devices):
-            devices = tuple(device for machine in pool.machines for device in machine)
-            groups[f"data parallel, {pool.size} x {pool.name}"] = devices
     broken = state.single_stage_breaks()
-    for name, devices in groups.items():
+    for name, devices in groups_of_devices(state).items():
         if broken:
             state.evaluations.leave_out(name, broken)
             continue

@@ -1,14 +1,15 @@
 """Data parallelism with ZeRO: its level, its micro-batches and the layers that are recomputed.
 
-*In:* the state of a search. *Out:* evaluations of programs, each of them a baseline. *Invariant:* what is
-built takes a share of the seconds of the search at most, counted in ops, so that the answer does not depend
-on the clock. There is no such limit as long as no program fits.
+*In:* the state of a search. *Out:* evaluations of programs, each of them a baseline, on all devices and on
+those of each kind. *Invariant:* what is built takes a share of the seconds of the search at most, counted in
+ops, so that the answer does not depend on the clock. There is no such limit as long as no program fits.
 
 The highest level needs the least memory. It is forecast first, with as few micro-batches as fit; lower
-levels send less, and are forecast where what they hold besides may fit. Where no number of micro-batches is
-enough, equal layers are recomputed: two forecasts, with none and with all of them, give the seconds that a
-layer adds and the bytes that it saves. From these follow how many layers each number of micro-batches needs,
-and the seconds of a step. Those with the best estimates are built, and corrected by their forecasts.
+levels send less, and are forecast where what they hold besides may fit. Numbers of micro-batches that do not
+fit are tried with equal layers recomputed, if they would be faster than the best program: two forecasts, with
+none and with all of these layers, give the seconds that a layer adds and the bytes that it saves. From these
+follow how many layers each number of micro-batches needs, and the seconds of a step. Those with the best
+estimates are built, and corrected by their forecasts.
 
 No program is built that takes longer than the best one for its messages alone.
 
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -46,10 +47,22 @@ _BUILT_COUNTS = 2
 Forecasts = Generator[Event, None, Evaluation | None]
 
 
-def evaluate_data_parallel_zero(state: SearchState) -> Iterator[Event]:
-    """Levels of ZeRO with data parallelism on all devices.
+def groups_of_devices(state: SearchState) -> dict[str, tuple[int, ...]]:
+    """Name of plain data parallelism -> its devices: all of them, and those of each kind where there are
+    several kinds."""
+    groups = {"data parallel": state.layout_costs.devices}
+    for pool in state.layout_costs.pools:
+        if 1 < pool.size < len(state.layout_costs.devices):
+            devices = tuple(device for machine in pool.machines for device in machine)
+            groups[f"data parallel, {pool.size} x {pool.name}"] = devices
+    return groups
 
-    Where plain data parallelism fits, only its states are split too. Nothing is built twice, or where a
+
+def evaluate_data_parallel_zero(state: SearchState) -> Iterator[Event]:
+    """Levels of ZeRO with data parallelism on all devices, and on those of each kind.
+
+    Where plain data parallelism fits, the lowest and the highest level are forecast: the lowest gathers
+    parameters after the update, the highest while layers are computed. Nothing is built twice, or where a
     program of one stage breaks a constraint or annotations name axes.
     """
     most = state.constraints.zero
@@ -57,17 +70,25 @@ def evaluate_data_parallel_zero(state: SearchState) -> Iterator[Event]:
     if not levels or state.zero_evaluated or state.single_stage_breaks() or state.layout_costs.named_axes:
         return
     state.zero_evaluated = True
-    programs = _Programs(state)
+    built_ops = _BuiltOps()
+    for name, devices in groups_of_devices(state).items():
+        yield from _levels(_Programs(state, name, devices, built_ops), levels)
+
+
+def _levels(programs: _Programs, levels: Sequence[int]) -> Iterator[Event]:
+    """The levels of ZeRO on some devices that may gain or fit."""
+    state = programs.state
     if not programs.has_samples(state.constraints.start.micro_batches):
         levels = levels[:1]  # no level changes that
-    if any(e.origin == "data parallel" and e.fits for e in state.evaluations.all):
-        yield from programs.with_fewest_micro_batches(levels[0])
+    if any(e.origin == programs.name and e.fits for e in state.evaluations.all):
+        for level in dict.fromkeys((levels[0], levels[-1])):
+            yield from programs.with_fewest_micro_batches(level)
         return
     highest = yield from programs.with_fewest_micro_batches(levels[-1])
     if highest is None:
         return
+    yield from programs.with_recomputed_layers(levels[-1])
     if not highest.fits:
-        yield from programs.with_recomputed_layers(levels[-1])
         return
     for level in levels[:-1]:
         if programs.may_fit(level, highest):
@@ -77,16 +98,29 @@ def evaluate_data_parallel_zero(state: SearchState) -> Iterator[Event]:
 
 
 @dataclass(eq=False)
+class _BuiltOps:
+    """How many ops the programs of a search had that were built here."""
+
+    count: int = 0
+
+
+@dataclass(eq=False)
 class _Programs:
-    """Programs of data parallelism with ZeRO, as long as there is work left for them.
+    """Programs of data parallelism with ZeRO on some devices, as long as there is work left for them.
 
     Attributes:
+        state: of the search.
+        name: of plain data parallelism on these devices.
+        devices: each gets an equal share of the samples.
+        built_ops: of the programs on other devices, too.
         plain: micro-batch count -> the forecast without recomputation of the level that was looked at last.
     """
 
     state: SearchState
+    name: str
+    devices: tuple[int, ...]
+    built_ops: _BuiltOps
     plain: dict[int, Evaluation] = field(default_factory=dict)
-    _ops: int = 0
 
     def with_fewest_micro_batches(self, level: int) -> Forecasts:
         """Programs of a level with more micro-batches until one fits, or each device has one sample; the last
@@ -109,14 +143,17 @@ class _Programs:
 
     def with_recomputed_layers(self, level: int) -> Iterator[Event]:
         """Programs of a level that fit with some of their layers recomputed, for the best numbers of
-        micro-batches by estimates."""
+        micro-batches by estimates, of those that do not fit otherwise."""
         constraints, layout_costs = self.state.constraints, self.state.layout_costs
-        count = max(self.plain)
+        unfit = {n: each for n, each in self.plain.items() if not each.fits}
+        if not unfit:
+            return
+        count = max(unfit)
         layered = layout_costs.layered_graph(count)
         if constraints.recomputed(len(layered.layers)) is not None:
             return  # given
-        best, plain = self.state.best, self.plain[count]
-        if best is not None and min(each.seconds for each in self.plain.values()) >= best.seconds:
+        best, plain = self.state.best, unfit[count]
+        if best is not None and min(each.seconds for each in unfit.values()) >= best.seconds:
             return  # recomputation only adds to that
         equal, every = _equal_layers(layered), tuple(range(len(layered.layers)))
         decisions = replace(constraints.start, zero=level, micro_batches=count)
@@ -130,7 +167,7 @@ class _Programs:
             return
         saved = (plain.memory - least.memory) / len(layers)
         added = max(0.0, (least.seconds - plain.seconds) / len(layers))
-        choices = [self._estimated(n, saved * count / n, added, len(layers)) for n in self.plain]
+        choices = [self._estimated(n, saved * count / n, added, len(layers)) for n in unfit]
         for seconds, n, number in sorted(choice for choice in choices if choice is not None)[:_BUILT_COUNTS]:
             if self.state.best is None or seconds < self.state.best.seconds:
                 given = replace(decisions, micro_batches=n)
@@ -138,11 +175,10 @@ class _Programs:
 
     def may_fit(self, level: int, highest: Evaluation) -> bool:
         """Whether a lower level may fit, which holds parameters whole, in what the highest level leaves."""
-        layered, devices = self._layered(self.state.constraints.start), self.state.layout_costs.devices
-        memory = self.state.layout_costs.cluster.devices
+        layered, memory = self._layered(self.state.constraints.start), self.state.layout_costs.cluster.devices
         whole = sum(op.result.nbytes for op in layered.graph.sources("param")) if level < 3 else 0
-        more = whole * (1 - 1 / len(devices))
-        return highest.memory + more <= min(memory[device].memory for device in devices)
+        more = whole * (1 - 1 / len(self.devices))
+        return highest.memory + more <= min(memory[device].memory for device in self.devices)
 
     def _estimated(self, count: int, saved: float, added: float, most: int) -> tuple[float, int, int] | None:
         """Seconds, micro-batch count and number of recomputed layers; None where these are too many."""
@@ -170,17 +206,17 @@ class _Programs:
 
     def _forecast(self, decisions: Decisions) -> Forecasts:
         """The evaluation of a program, recorded; None where there is none, or nothing is left to build it."""
-        state, name = self.state, f"data parallel, ZeRO-{decisions.zero}"
+        state, name = self.state, f"{self.name}, ZeRO-{decisions.zero}"
         if reason := self._not_built(decisions):
             state.evaluations.baselines.setdefault(name, reason)
             return None
         yield Event(name)
-        build = partial(_built, decisions=decisions, name=name)
+        build = partial(_built, devices=self.devices, decisions=decisions, name=name)
         program = build(state.layout_costs)
         if isinstance(program, str):
             state.evaluations.baselines.setdefault(name, program)
             return None
-        self._ops += len(self._layered(decisions).graph.ops)
+        self.built_ops.count += len(self._layered(decisions).graph.ops)
         evaluation = replace(evaluation_of(program), rebuild=build)
         yield state.record(evaluation)
         return evaluation
@@ -190,9 +226,9 @@ class _Programs:
         state = self.state
         if state.best is None or not self.has_samples(decisions.micro_batches):
             return ""
-        if _message_seconds(state, decisions) > state.best.seconds:
+        if _message_seconds(state, self.devices, decisions) > state.best.seconds:
             return "left out: messages alone take longer than the best program"
-        ops = self._ops + len(self._layered(decisions).graph.ops)
+        ops = self.built_ops.count + len(self._layered(decisions).graph.ops)
         if ops * _SECONDS_PER_OP > _SHARE * state.seconds:
             return f"left out: there is no time for it in {state.seconds:g} s"
         return ""
@@ -202,12 +238,14 @@ class _Programs:
 
     def has_samples(self, count: int) -> bool:
         """Whether every device has a sample of each of `count` micro-batches."""
-        devices = len(self.state.layout_costs.devices)
-        return self.state.request.size // count >= devices and self.state.pipelines.is_batch(count)
+        samples = self.state.request.size // count
+        return samples >= len(self.devices) and self.state.pipelines.is_batch(count)
 
 
-def _built(layout_costs: LayoutCosts, *, decisions: Decisions, name: str) -> BuiltCandidate | str:
-    return data_parallel(layout_costs, layout_costs.devices, name, decisions=decisions)
+def _built(
+    layout_costs: LayoutCosts, *, devices: tuple[int, ...], decisions: Decisions, name: str
+) -> BuiltCandidate | str:
+    return data_parallel(layout_costs, devices, name, decisions=decisions)
 
 
 def _equal_layers(layered: LayeredGraph) -> tuple[int, ...]:
@@ -227,7 +265,7 @@ def _excess(evaluation: Evaluation) -> float:
     return evaluation.memory - _available(evaluation)
 
 
-def _message_seconds(state: SearchState, decisions: Decisions) -> float:
+def _message_seconds(state: SearchState, devices: tuple[int, ...], decisions: Decisions) -> float:
     """Of the messages that a level sends at least: from level 2 on, gradients in every micro-batch; at level
     3, parameters before each of its two parts, too."""
     layout_costs = state.layout_costs
@@ -236,5 +274,5 @@ def _message_seconds(state: SearchState, decisions: Decisions) -> float:
     sent = sum(min(v.nbytes, _NARROWEST * math.prod(v.shape)) for v in params)
     collectives = ["reduce_scatter"] * (decisions.zero >= 2) + ["all_gather"] * 2 * (decisions.zero >= 3)
     return decisions.micro_batches * sum(
-        layout_costs.collective.time(kind, layout_costs.devices, sent) for kind in collectives
+        layout_costs.collective.time(kind, devices, sent) for kind in collectives
     )
