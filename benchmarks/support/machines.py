@@ -5,8 +5,9 @@
         network.run(4, [sys.executable, "train.py"])     # ranks 0 and 1 on machine m0, 2 and 3 on m1
 
 *Needs:* Linux, root, `ip` and `tc` of iproute2, and the mpiexec of MPICH. `missing()` names what is
-absent. Ranks of one machine share memory; ranks of different machines meet over TCP on 10.77.0.0/24. Every
-machine has a host name of its own, so that distgraph tells them apart. Nothing leaves this computer.
+absent. A machine that may use one core or a part of it has all its processes on one core. Ranks of one
+machine share memory; ranks of different machines meet over TCP on 10.77.0.0/24. Every machine has a host name
+of its own, so that distgraph tells them apart. Nothing leaves this computer.
 
 mpiexec and distgraph start this file in place of ssh (`-launcher-exec`), with the address of a machine and a
 command. As with ssh, input and output of the command pass through the network, so that nothing comes from a

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.support import machines as support
 from benchmarks.support.machines import (
     NETWORK,
     MachinesInUseError,
@@ -60,6 +61,25 @@ def test_ranks_fill_machines_in_order_know_their_cores_and_the_network_is_remove
     places = ["rank 0 on m0", "rank 1 on m0", "rank 2 on m1", "rank 3 on m1"]
     assert hosts == [f"{place} with {1 if 'm0' in place else 0.5} cores" for place in places]
     assert "dgm" not in output("ip", "netns", "list")
+
+
+@pytest.mark.parametrize(
+    ("shares", "cores"),
+    [
+        ((1.0, 0.5, 0.25), [4, 7, 7]),
+        ((0.5, 0.5, 0.5, 0.5), [4, 4, 7, 7]),
+        ((0.9, 0.9), [4, 7]),
+        ((0.5, 2.0, 0.5, 0.5), [4, None, 4, 7]),
+        ((1.0, 1.0, 0.25), [4, 7, None]),
+        ((0.0, 0.0), [None, None]),
+    ],
+)
+def test_machines_that_fill_a_core_share_it(
+    shares: Sequence[float], cores: Sequence[int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {7, 4})
+    monkeypatch.setattr(support, "_share", lambda machine: shares[machine])
+    assert [support._own_core(machine) for machine in range(len(shares))] == cores
 
 
 @pytest.mark.skipif(missing() != "", reason=missing() or "machines can be made")
