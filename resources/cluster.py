@@ -172,6 +172,8 @@ class Compute:
         error: relative error of the fit, by name of the number.
         slice_block: rows or columns that stay together where a matrix is cut into strided slices: the height
             of the tiles in which the device accesses its memory.
+        cores: processor cores that all devices of the machine share; the other numbers are those of a device
+            while all of them compute. None where every device has cores of its own.
         host: times of its host.
     """
 
@@ -182,6 +184,7 @@ class Compute:
     ops: OpTables = field(default_factory=dict, hash=False)
     error: Mapping[str, Error] = field(default_factory=dict, hash=False)
     slice_block: Annotated[int, Field(gt=0, le=_MOST_ROWS, strict=True)] | None = None
+    cores: Annotated[float, Field(ge=1e-3, le=_MOST_ROWS, strict=True)] | None = None
     host: HostTimes = field(default_factory=HostTimes)
 
 

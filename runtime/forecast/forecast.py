@@ -4,8 +4,8 @@
 *Out:* a `Forecast`.
 *Invariant:* the forecast times what the runtime runs: the tasks of the rank programs, op by op on their
 streams (see `stream_model`), in the order of the build's schedule, under the actors of the runtime (see
-`simulate`), with messages between stages that follow one another on the links that they share. Another
-runtime than distgraph's runs the same tasks in the same order; what is special about it is in its
+`simulate`), with messages between stages that follow one another on the links that they share, on ranks
+that compute faster while others of their cores wait (`shared_cores`). Another runtime than distgraph's runs the same tasks in the same order; what is special about it is in its
 `RuntimeModel`.
 
 Ranks that run the same tasks are represented by one of them if all their blocks have one size. Otherwise the
@@ -42,6 +42,7 @@ from distgraph.runtime.forecast.rank_equivalence import (
     RankClass,
     representative_ranks,
 )
+from distgraph.runtime.forecast.shared_cores import core_groups, with_shared_cores
 from distgraph.runtime.forecast.stream_model import Streams, TaskTime, scatters_gradients
 from distgraph.runtime.forecast.task_forecast import (
     TaskForecast,
@@ -275,16 +276,21 @@ class StepForecaster:
         if self.runtime is not None and self.runtime.messages.blocking:
             tasks, transfers, links = waiting(tasks, transfers), {}, {}
         graph, micro = self.build.task_graph, self.build.task_graph.micro_batches
-        timeline = simulate(
-            graph,
-            {n: t.body.seconds for n, t in tasks.items()},
-            policy=self.build.policy,
-            order=self.build.schedule.orders(),
-            transfer=transfers,
-            last={n: t.last.seconds for n, t in tasks.items()},
-            rings=self.rings,
-            links=links,
-        )
+
+        def simulated(tasks: Mapping[str, TaskForecast]) -> Timeline:
+            return simulate(
+                graph,
+                {n: t.body.seconds for n, t in tasks.items()},
+                policy=self.build.policy,
+                order=self.build.schedule.orders(),
+                transfer=transfers,
+                last={n: t.last.seconds for n, t in tasks.items()},
+                rings=self.rings,
+                links=links,
+            )
+
+        groups = core_groups(self.cluster, self.devices)
+        tasks, timeline = with_shared_cores(tasks, simulated, groups) if groups else (tasks, simulated(tasks))
         products = {work.dtype for work, _ in self.op_costs.values() if work.kind == "matmul"}
         errors = errors_of(self.cluster, self.devices, self.runtime_of(self.devices[0]), products)
         return Forecast(

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from distgraph.errors import ResourceError
 from distgraph.resources import Cluster
-from distgraph.resources.cluster import MeasuredTable
+from distgraph.resources.cluster import Device, MeasuredTable
 from distgraph.runtime.forecast.op_cost import Work
 from distgraph.runtime.profile import collective_probes
 from distgraph.runtime.profile.cost_fitting import ComputeFit, LinkFit, Message, fit_compute, fit_links
@@ -29,13 +29,16 @@ _LARGE_BYTES: Final = 2**16  # of messages whose transfer takes longer than thei
 _LARGEST: Final = 3  # sizes of messages that tell which part computation hides of larger ones
 
 
-def evaluate(cluster: Cluster, runs: Mapping[str, Mapping[str, Any]], ranks: int = 1) -> Measured:
+def evaluate(
+    cluster: Cluster, runs: Mapping[str, Mapping[str, Any]], ranks: int = 1, shares: Sequence[float] = ()
+) -> Measured:
     """Fit the numbers of the resource file to the measurements.
 
     Args:
         cluster: the cluster whose numbers are replaced.
         runs: runs of a `Store`.
         ranks: number of ranks that measured; with several, links must have been measured.
+        shares: for each rank, the number of ranks on its core; empty where each has one.
 
     Raises:
         ResourceError: too little was measured.
@@ -79,7 +82,8 @@ def evaluate(cluster: Cluster, runs: Mapping[str, Mapping[str, Any]], ranks: int
         device = next(device for device in cluster.devices if device.origin == origin)
         fit = fit_compute(device_samples, device.peak, device.memory_bandwidth)
         host = host_times(host_steps.get(origin, ()), message_work, network_busy)
-        compute[origin] = replace(fit, compute=replace(fit.compute, host=host))
+        shared = cores_of(cluster, device, shares)
+        compute[origin] = replace(fit, compute=replace(fit.compute, host=host, cores=shared))
     links: LinkFit | None = fit_links(cluster, sent) if sent else None
     disturbances = {
         part: disturbed
@@ -88,6 +92,16 @@ def evaluate(cluster: Cluster, runs: Mapping[str, Mapping[str, Any]], ranks: int
     }
     rounds = [len(kept_runs(entry)) for entry in runs.values()]
     return Measured(compute, links, tuple(tables), disturbances, tuple(rounds))
+
+
+def cores_of(cluster: Cluster, device: Device, shares: Sequence[float]) -> float | None:
+    """The cores that the ranks of the machine of a device share; None where each has one.
+
+    A machine some of whose devices have no rank is not told apart from one with fewer devices.
+    """
+    ranks = [rank for rank in range(len(shares)) if cluster.devices[rank].machine == device.machine]
+    most = max((shares[rank] for rank in ranks), default=1.0)
+    return len(ranks) / most if most > 1 else None
 
 
 def part_of(key: str) -> str:
