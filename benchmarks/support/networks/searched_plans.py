@@ -6,8 +6,8 @@
 Machines are network namespaces of this computer (`benchmarks.support.machines`; needs root), each with its
 share of the cores: two machines of two ranks whose links have 100, 400 and 1,000 Mbit/s; then, at 400 Mbit/s,
 machines of 1.0 and 0.5 cores with two ranks and with one rank each, and of 1.0, 0.5 and 0.25 cores with one.
-Two ranks of a machine share its cores, so that one of them computes faster while the other waits, which no
-forecast knows; a rank alone has what the profile measured. Each network is first measured by `distgraph
+Two ranks of a machine share its cores, so that one of them computes faster while the other waits; a rank
+alone has what the profile measured. Each network is first measured by `distgraph
 profile`, which knows nothing of the models. Then, for a GPT, a conv net and a mixture of experts, the search
 (mode auto) makes a plan for the profiled cluster, and all plans run in one job in which they take turns, as
 in `benchmarks/real_plans.py`.
