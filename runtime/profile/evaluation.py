@@ -82,8 +82,8 @@ def evaluate(
         device = next(device for device in cluster.devices if device.origin == origin)
         fit = fit_compute(device_samples, device.peak, device.memory_bandwidth)
         host = host_times(host_steps.get(origin, ()), message_work, network_busy)
-        shared = cores_of(cluster, device, shares)
-        compute[origin] = replace(fit, compute=replace(fit.compute, host=host, cores=shared))
+        cores = cores_of(cluster, device, shares)
+        compute[origin] = replace(fit, compute=replace(fit.compute, host=host, cores=cores))
     links: LinkFit | None = fit_links(cluster, sent) if sent else None
     disturbances = {
         part: disturbed

@@ -7,7 +7,8 @@ Machines are network namespaces of this computer (`benchmarks.support.machines`;
 each, links of 400 Mbit/s, and 1.0 and 0.5, or 1.0, 0.5 and 0.25 cores. The network is first measured by
 `distgraph profile`, which knows nothing of the models. The search, for one stage in one micro-batch, decides
 how many samples every rank gets. The other program is the same plan without weights of its mesh, so that all
-ranks get as many samples. Both run in one job in which they take turns (`benchmarks/support/measured_plans.py`).
+ranks get as many samples. Both run in one job in which they take turns, as in
+`benchmarks/support/measured_plans.py`.
 
 Keys of the result, `shares`, for each network and model: `weights` of the searched plan, `even_over_uneven`
 (ratio of medians of one turn, median over turns) with the `interval` that holds 95 % of such medians when
