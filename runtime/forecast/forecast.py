@@ -4,9 +4,9 @@
 *Out:* a `Forecast`.
 *Invariant:* the forecast times what the runtime runs: the tasks of the rank programs, op by op on their
 streams (see `stream_model`), in the order of the build's schedule, under the actors of the runtime (see
-`simulate`), with messages between stages that follow one another on the links that they share, on ranks
-that compute faster while others of their cores wait (`shared_cores`). Another runtime than distgraph's runs the same tasks in the same order; what is special about it is in its
-`RuntimeModel`.
+`simulate`), with messages between stages that follow one another on the links that they share, on ranks that
+compute faster while others of their cores wait (`core_contention`). Another runtime than distgraph's runs the
+same tasks in the same order; what is special about it is in its `RuntimeModel`.
 
 Ranks that run the same tasks are represented by one of them if all their blocks have one size. Otherwise the
 ranks at the corners of their mesh are timed and the slowest decides; `Forecast.exact` tells the two cases
@@ -42,7 +42,7 @@ from distgraph.runtime.forecast.rank_equivalence import (
     RankClass,
     representative_ranks,
 )
-from distgraph.runtime.forecast.shared_cores import core_groups, with_shared_cores
+from distgraph.runtime.forecast.core_contention import core_groups, with_shared_cores
 from distgraph.runtime.forecast.stream_model import Streams, TaskTime, scatters_gradients
 from distgraph.runtime.forecast.task_forecast import (
     TaskForecast,
