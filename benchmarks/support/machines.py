@@ -5,9 +5,8 @@
         network.run(4, [sys.executable, "train.py"])     # ranks 0 and 1 on machine m0, 2 and 3 on m1
 
 *Needs:* Linux, root, `ip` and `tc` of iproute2, and the mpiexec of MPICH. `missing()` names what is
-absent. A machine that may use one core or a part of it has all its processes on one core. Ranks of one
-machine share memory; ranks of different machines meet over TCP on 10.77.0.0/24. Every machine has a host name
-of its own, so that distgraph tells them apart. Nothing leaves this computer.
+absent. Ranks of one machine share memory; ranks of different machines meet over TCP on 10.77.0.0/24. Every
+machine has a host name of its own, so that distgraph tells them apart. Nothing leaves this computer.
 
 mpiexec and distgraph start this file in place of ssh (`-launcher-exec`), with the address of a machine and a
 command. As with ssh, input and output of the command pass through the network, so that nothing comes from a
@@ -30,7 +29,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
@@ -44,6 +43,7 @@ _IFF_UP = 0x1  # <linux/if.h>
 _PROXY = "hydra_pmi_proxy"
 _CONNECT_SECONDS = 10.0
 _TRIED = f"dgtry{os.getpid()}"
+_OWN_CORES = "DISTGRAPH_MACHINES_OWN_CORES"  # in the environment of a job: see `Network`
 _PERIOD = 10_000  # microseconds in which a machine may use its share: short, so that steps vary little
 
 
@@ -70,9 +70,17 @@ def _mpiexec() -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Machines that are up: `count` of them, named m0, m1, ..."""
+    """Machines that are up: `count` of them, named m0, m1, ...
+
+    Attributes:
+        count: how many.
+        own_cores: whether `run` has all processes of a machine on one core, which other machines share only
+            where all together use no more than it. Without it, a machine has its share of the cores, but
+            which processes of several machines share a core is decided anew in every job.
+    """
 
     count: int
+    own_cores: bool = False
 
     def command(self, ranks: int, argv: Sequence[str], order: Sequence[int] | None = None) -> list[str]:
         """The mpiexec that runs a command on ranks, which fill the machines one after the other.
@@ -98,7 +106,7 @@ class Network:
         """Run a command on ranks and return its output; see `command`."""
         return subprocess.run(
             self.command(ranks, argv),
-            env={**launch_environment(), **env},
+            env={**launch_environment(), **env, _OWN_CORES: str(int(self.own_cores))},
             capture_output=True,
             text=True,
             timeout=timeout,
@@ -144,7 +152,12 @@ class MachinesInUseError(RuntimeError):
 
 @contextmanager
 def machines(
-    count: int, rate: str | None = None, cpu: Sequence[float] = (), wait_seconds: float | None = None
+    count: int,
+    rate: str | None = None,
+    cpu: Sequence[float] = (),
+    wait_seconds: float | None = None,
+    *,
+    own_cores: bool = False,
 ) -> Iterator[Network]:
     """Machines for the body of a `with` statement.
 
@@ -154,6 +167,7 @@ def machines(
             links that are not limited.
         cpu: cores that each machine may use, such as (1.0, 0.5); empty for no limit.
         wait_seconds: how long to wait while another process has machines up; None for as long as it takes.
+        own_cores: see `Network`.
 
     Raises:
         MachinesInUseError: another process still has machines up after `wait_seconds`.
@@ -168,7 +182,7 @@ def machines(
         lock.write(str(os.getpid()))
         lock.flush()
         with _up_and_down(count, rate, cpu) as network:
-            yield network
+            yield replace(network, own_cores=own_cores)
 
 
 def _acquire(lock: TextIO, wait_seconds: float | None) -> None:
@@ -253,11 +267,7 @@ def _share(machine: int) -> float:
 
 def _own_core(machine: int) -> int | None:
     """The core on which the processes of a machine run, shared with no more machines than fill it; None where
-    it may use more than one core, has no limit, or no core has room.
-
-    Without it, the share of a machine would be the same, but which of its processes wait for those of another
-    machine would be decided anew in every job.
-    """
+    it may use more than one core, has no limit, or no core has room."""
     room = dict.fromkeys(sorted(os.sched_getaffinity(0)), 1.0)
     for other in range(machine + 1):
         share = _share(other)
@@ -305,7 +315,7 @@ def _enter(argv: Sequence[str]) -> None:
         sys.exit(f"connect to host {words[0]}: no route to host")
     for group in _groups(machine):
         (group / "cgroup.procs").write_text(str(os.getpid()))
-    if (core := _own_core(machine)) is not None:
+    if os.environ.get(_OWN_CORES) == "1" and (core := _own_core(machine)) is not None:
         os.sched_setaffinity(0, {core})
     # `ip netns exec` mounts a /sys without control groups, in which a rank would not find its share of cores.
     kept = "/dev/shm/cgroup"

@@ -4,7 +4,7 @@
                                                         [--rounds N] [--profile S]
 
 Machines are network namespaces of this computer (`benchmarks.support.machines`; needs root), each with its
-share of the cores: four machines of one rank, two machines of two ranks, and four ranks of one machine, which
+share of the cores, on as few cores as it fills: four machines of one rank, two machines of two ranks, and four ranks of one machine, which
 no network limits. Each network is first measured by `distgraph profile`, which knows nothing of the products.
 Then two linear layers train on a mesh of 2 x 2 ranks by every algorithm, in turns over several rounds; a step
 is one product forward and two backward for each layer, without the gradient of the input. Seconds are medians
@@ -165,7 +165,7 @@ def program_digest(engine: dg.Engine, batch: Any) -> str:
 def network_of(setting: Setting) -> Iterator[Network]:
     """The machines of a setting."""
     rate = None if setting.mbit is None else f"{setting.mbit}mbit"
-    with machines(setting.count, rate, (setting.cores,) * setting.count) as network:
+    with machines(setting.count, rate, (setting.cores,) * setting.count, own_cores=True) as network:
         yield network
 
 
