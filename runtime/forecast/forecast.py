@@ -27,6 +27,7 @@ from distgraph.resources.runtimes.load_runtime import default_runtime, load_runt
 from distgraph.resources.runtimes.runtime_model import Memory, RuntimeModel
 from distgraph.resources.units import format_bytes, format_si
 from distgraph.runtime.forecast.communication_cost import TrafficCost
+from distgraph.runtime.forecast.core_contention import core_groups, with_shared_cores
 from distgraph.runtime.forecast.forecast_error_shares import errors_of, step_shares
 from distgraph.runtime.forecast.liveness_memory import liveness_memory
 from distgraph.runtime.forecast.memory_forecast import (
@@ -42,7 +43,6 @@ from distgraph.runtime.forecast.rank_equivalence import (
     RankClass,
     representative_ranks,
 )
-from distgraph.runtime.forecast.core_contention import core_groups, with_shared_cores
 from distgraph.runtime.forecast.stream_model import Streams, TaskTime, scatters_gradients
 from distgraph.runtime.forecast.task_forecast import (
     TaskForecast,

@@ -4,12 +4,13 @@
                                                         [--rounds N] [--profile S]
 
 Machines are network namespaces of this computer (`benchmarks.support.machines`; needs root), each with its
-share of the cores, on as few cores as it fills: four machines of one rank, two machines of two ranks, and four ranks of one machine, which
-no network limits. Each network is first measured by `distgraph profile`, which knows nothing of the products.
-Then two linear layers train on a mesh of 2 x 2 ranks by every algorithm, in turns over several rounds; a step
-is one product forward and two backward for each layer, without the gradient of the input. Seconds are medians
-of all steps, forecasts those of the same compiled program on the profiled cluster, rank i on device i: the
-measured job compares the graph that it runs and the host of every rank with those of the forecast.
+share of the cores, on a core of its own where it fills one: four machines of one rank, two machines of two
+ranks, and four ranks of one machine, which no network limits. Each network is first measured by `distgraph
+profile`, which knows nothing of the products. Then two linear layers train on a mesh of 2 x 2 ranks by every
+algorithm, in turns over several rounds; a step is one product forward and two backward for each layer,
+without the gradient of the input. Seconds are medians of all steps, forecasts those of the same compiled
+program on the profiled cluster, rank i on device i: the measured job compares the graph that it runs and the
+host of every rank with those of the forecast.
 
 Keys of the result: `measured`, a list of {network, product, algorithm, measured_seconds, forecast_seconds};
 `signs`, of pairs of algorithms whose measured seconds differ by more than 10 %, the number of those forecast

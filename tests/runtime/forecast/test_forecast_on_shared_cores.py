@@ -11,8 +11,8 @@ from support.programs.forecasts import chain, document
 from distgraph.errors import ResourceError
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.resources import Cluster
-from distgraph.runtime.forecast.forecast import forecast
 from distgraph.runtime.forecast.core_contention import CoreGroup, core_groups, with_shared_cores
+from distgraph.runtime.forecast.forecast import forecast
 from distgraph.runtime.forecast.stream_model import TaskTime
 from distgraph.runtime.forecast.task_forecast import TaskForecast
 from distgraph.runtime.profile.evaluation import cores_of
