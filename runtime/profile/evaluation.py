@@ -17,6 +17,7 @@ from typing import Any, Final
 from distgraph.errors import ResourceError
 from distgraph.resources import Cluster
 from distgraph.resources.cluster import Device, MeasuredTable
+from distgraph.resources.host_times import HostTimes
 from distgraph.runtime.forecast.op_cost import Work
 from distgraph.runtime.profile import collective_probes
 from distgraph.runtime.profile.cost_fitting import ComputeFit, LinkFit, Message, fit_compute, fit_links
@@ -77,13 +78,10 @@ def evaluate(
         )
     tables = _tables(cluster, timed, shared)
     network_busy = _network_busy(tables)
-    compute: dict[str, ComputeFit] = {}
+    compute = {}
     for origin, device_samples in samples.items():
-        device = next(device for device in cluster.devices if device.origin == origin)
-        fit = fit_compute(device_samples, device.peak, device.memory_bandwidth)
         host = host_times(host_steps.get(origin, ()), message_work, network_busy)
-        cores = cores_of(cluster, device, shares)
-        compute[origin] = replace(fit, compute=replace(fit.compute, host=host, cores=cores))
+        compute[origin] = _fit_of_device(cluster, origin, device_samples, host, shares)
     links: LinkFit | None = fit_links(cluster, sent) if sent else None
     disturbances = {
         part: disturbed
@@ -92,6 +90,19 @@ def evaluate(
     }
     rounds = [len(kept_runs(entry)) for entry in runs.values()]
     return Measured(compute, links, tuple(tables), disturbances, tuple(rounds))
+
+
+def _fit_of_device(
+    cluster: Cluster,
+    origin: str,
+    samples: Sequence[tuple[Work, float]],
+    host: HostTimes,
+    shares: Sequence[float],
+) -> ComputeFit:
+    """The numbers of the devices with one origin, of which these are the works and seconds."""
+    device = next(device for device in cluster.devices if device.origin == origin)
+    fit = fit_compute(samples, device.peak, device.memory_bandwidth)
+    return replace(fit, compute=replace(fit.compute, host=host, cores=cores_of(cluster, device, shares)))
 
 
 def cores_of(cluster: Cluster, device: Device, shares: Sequence[float]) -> float | None:
