@@ -174,6 +174,7 @@ class Compute:
             of the tiles in which the device accesses its memory.
         cores: processor cores that all devices of the machine share; the other numbers are those of a device
             while all of them compute. None where every device has cores of its own.
+        bound: whether equally many neighbouring devices are bound to each of these cores.
         host: times of its host.
     """
 
@@ -185,6 +186,7 @@ class Compute:
     error: Mapping[str, Error] = field(default_factory=dict, hash=False)
     slice_block: Annotated[int, Field(gt=0, le=_MOST_ROWS, strict=True)] | None = None
     cores: Annotated[float, Field(ge=1e-3, le=_MOST_ROWS, strict=True)] | None = None
+    bound: bool | None = None
     host: HostTimes = field(default_factory=HostTimes)
 
 

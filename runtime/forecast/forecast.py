@@ -26,8 +26,8 @@ from distgraph.resources import Cluster, ComputeCost, RankMapping
 from distgraph.resources.runtimes.load_runtime import default_runtime, load_runtime
 from distgraph.resources.runtimes.runtime_model import Memory, RuntimeModel
 from distgraph.resources.units import format_bytes, format_si
+from distgraph.runtime.forecast import core_contention
 from distgraph.runtime.forecast.communication_cost import TrafficCost
-from distgraph.runtime.forecast.core_contention import core_groups, with_shared_cores
 from distgraph.runtime.forecast.forecast_error_shares import errors_of, step_shares
 from distgraph.runtime.forecast.liveness_memory import liveness_memory
 from distgraph.runtime.forecast.memory_forecast import (
@@ -38,7 +38,7 @@ from distgraph.runtime.forecast.memory_forecast import (
     with_overhead,
 )
 from distgraph.runtime.forecast.op_cost import OpCost, Work
-from distgraph.runtime.forecast.program_structure import ProgramStructure, Representative
+from distgraph.runtime.forecast.program_structure import ProgramStructure, Representative, TimedRank
 from distgraph.runtime.forecast.rank_equivalence import (
     RankClass,
     representative_ranks,
@@ -256,6 +256,9 @@ class StepForecaster:
         self.op_costs: dict[object, tuple[Work, float]] = {}
         self.representatives: dict[Hashable, Representative] = {}
         self.times: dict[str, list[TaskForecast]] = {}
+        self.timed: dict[int, TimedRank] = {}
+        self.speeds: core_contention.Speeds = {}
+        self.alike: dict[int, tuple[int, ...]] = {}  # those of its column on devices of its kind
         self.memory: dict[int, RankMemory] = {}
         self.workspaces: dict[int, dict[str, int]] = {}
         self.ranks: dict[int, tuple[int, ...]] = {}
@@ -267,30 +270,21 @@ class StepForecaster:
             chosen, even = representative_ranks(self.build, column.ranks, uneven, self.cluster, self.devices)
             exact = exact and even
             for rank in chosen:
-                self.time_rank(rank)
                 self.ranks[rank] = column.ranks if len(chosen) == 1 else (rank,)
-        tasks = {part.name: self.slowest(part.name) for part in self.build.parts.tasks}
-        transfers, links = self.transfers(), self.links()
-        if self.runtime is not None and self.runtime.parameters.gather == "use":
-            tasks = gathering(tasks)
-        if self.runtime is not None and self.runtime.messages.blocking:
-            tasks, transfers, links = waiting(tasks, transfers), {}, {}
-        graph, micro = self.build.task_graph, self.build.task_graph.micro_batches
-
-        def simulated(tasks: Mapping[str, TaskForecast]) -> Timeline:
-            return simulate(
-                graph,
-                {n: t.body.seconds for n, t in tasks.items()},
-                policy=self.build.policy,
-                order=self.build.schedule.orders(),
-                transfer=transfers,
-                last={n: t.last.seconds for n, t in tasks.items()},
-                rings=self.rings,
-                links=links,
-            )
-
-        groups = core_groups(self.cluster, self.devices)
-        tasks, timeline = with_shared_cores(tasks, simulated, groups) if groups else (tasks, simulated(tasks))
+                self.alike[rank] = tuple(r for r in column.ranks if self.kind(r) == self.kind(rank))
+                self.time_rank(rank)
+        tasks, transfers, timeline = self.simulated()
+        running = {r: self.devices[r] for column in self.build.schedule.columns for r in column.ranks}
+        groups = core_contention.core_groups(self.cluster, running)
+        for _ in range(core_contention.MOST_TURNS if groups else 0):
+            self.speeds = core_contention.core_speeds(tasks, timeline, groups)
+            self.times, before = {}, timeline.makespan
+            for timed in self.timed.values():
+                self.time_tasks(timed)
+            tasks, transfers, timeline = self.simulated()
+            if abs(timeline.makespan - before) <= core_contention.SETTLED * before:
+                break
+        micro = self.build.task_graph.micro_batches
         products = {work.dtype for work, _ in self.op_costs.values() if work.kind == "matmul"}
         errors = errors_of(self.cluster, self.devices, self.runtime_of(self.devices[0]), products)
         return Forecast(
@@ -309,6 +303,26 @@ class StepForecaster:
             self.shares(tasks, timeline),
         )
 
+    def simulated(self) -> tuple[dict[str, TaskForecast], dict[tuple[str, str], float], Timeline]:
+        """Tasks on their slowest ranks, the seconds of messages between them, and the timeline."""
+        tasks = {part.name: self.slowest(part.name) for part in self.build.parts.tasks}
+        transfers, links = self.transfers(), self.links()
+        if self.runtime is not None and self.runtime.parameters.gather == "use":
+            tasks = gathering(tasks)
+        if self.runtime is not None and self.runtime.messages.blocking:
+            tasks, transfers, links = waiting(tasks, transfers), {}, {}
+        timeline = simulate(
+            self.build.task_graph,
+            {n: t.body.seconds for n, t in tasks.items()},
+            policy=self.build.policy,
+            order=self.build.schedule.orders(),
+            transfer=transfers,
+            last={n: t.last.seconds for n, t in tasks.items()},
+            rings=self.rings,
+            links=links,
+        )
+        return tasks, transfers, timeline
+
     def shares(self, tasks: Mapping[str, TaskForecast], timeline: Timeline) -> dict[str, float]:
         """What the step goes to on the ranks whose tasks take longest."""
         micro, runs_of = timeline.graph.micro_batches, dict[int, list[tuple[TaskTime, int]]]()
@@ -324,6 +338,11 @@ class StepForecaster:
     def runtime_of(self, device: int) -> RuntimeModel:
         """What executes the program of a device."""
         return self.runtime or default_runtime(self.cluster.devices[device].type)
+
+    def kind(self, rank: int) -> tuple[str, str]:
+        """Of the device of a rank: its model, and its place in the resource file."""
+        device = self.cluster.devices[self.devices[rank]]
+        return device.model, device.origin
 
     def host_seconds(self, device: int) -> float:
         """Work of the host of a device once per step."""
@@ -352,7 +371,9 @@ class StepForecaster:
             receiver = self.build.parts.transfers[values_here[transfer]][1]
             self.rings.add(Ring(tasks_here[writer], receiver, depth, posting))
         self.memory[rank] = self.memory_of(rank, model, storage, task_names)
-        self.time_tasks(rank, model.program, self.streams(model, rank, rank_class), task_names, values_here)
+        streams = self.streams(model, rank, rank_class)
+        self.timed[rank] = TimedRank(rank, model.program, streams, task_names, values_here)
+        self.time_tasks(self.timed[rank])
 
     def memory_of(
         self, rank: int, model: Representative, storage: Storage, task_names: Mapping[str, str]
@@ -369,26 +390,20 @@ class StepForecaster:
             self.structure.memory[key] = replace(with_overhead(memory, rules), rank=rank)
         return self.structure.memory[key]
 
-    def time_tasks(
-        self,
-        rank: int,
-        program: RankProgram,
-        streams: Streams,
-        task_names: Mapping[str, str],
-        values_here: Mapping[str, str],
-    ) -> None:
-        """Time the tasks of a rank in their order, for a micro-batch in the middle and for the last one.
-
-        The program is that of the representative; `task_names` are its names of the rank's tasks,
-        `values_here` the rank's names of its values.
-        """
+    def time_tasks(self, timed: TimedRank) -> None:
+        """Time the tasks of a rank in their order, for a micro-batch in the middle and for the last one."""
+        rank, program, streams = timed.rank, timed.program, timed.streams
         tasks = {task.name: task for task in program.tasks}
         scattered = self.runtime_of(self.devices[rank]).gradients.each_micro_batch
+        speeds = {name: self.speed(name, rank) for name in timed.task_names}
         bodies = {
             name: streams.run(
-                tasks[other], last=scattered and scatters_gradients(tasks[other]), trace=self.trace
+                tasks[other],
+                last=scattered and scatters_gradients(tasks[other]),
+                trace=self.trace,
+                speed=speeds[name],
             )
-            for name, other in task_names.items()
+            for name, other in timed.task_names.items()
             if tasks[other].per_micro
         }
         newest = program.graph.micro_batches - 1
@@ -398,16 +413,22 @@ class StepForecaster:
             if name in bodies and micro != newest:
                 pending = remaining(pending, bodies[name].seconds) if pending else pending
                 continue
-            task = tasks[task_names[name]]
+            task = tasks[timed.task_names[name]]
             after = None if task.per_micro else pending
             ends = not task.per_micro and task.kind != "load"
-            reduced = postponed if ends else []
-            last = streams.run(task, last=True, pending=after, postponed=reduced, trace=self.trace)
+            reduced, speed = postponed if ends else [], speeds[name]
+            last = streams.run(
+                task, last=True, pending=after, postponed=reduced, trace=self.trace, speed=speed
+            )
             postponed = [] if ends else [*postponed, *([task] if streams.postpones(task) else [])]
             pending = {} if not task.per_micro else {**remaining(pending, last.seconds), **last.late}
-            body, last = (renamed(time, values_here) for time in (bodies.get(name, last), last))
+            body, last = (renamed(time, timed.values_here) for time in (bodies.get(name, last), last))
             stage = self.build.parts.stages[name]
             self.times.setdefault(name, []).append(TaskForecast(name, task.kind, stage, rank, body, last))
+
+    def speed(self, task: str, rank: int) -> float:
+        """How many times as fast as stated a rank computes in a task: as the slowest that it represents."""
+        return min(self.speeds.get((task, each), 1.0) for each in self.alike.get(rank, (rank,)))
 
     def representative(self, rank: int, rank_class: RankClass) -> Representative:
         """The first rank of the class on the same kind of device; with `trace`, the rank itself."""

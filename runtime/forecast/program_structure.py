@@ -28,6 +28,24 @@ class Representative:
     workspace: Mapping[str, int] | None
 
 
+@dataclass(frozen=True, slots=True)
+class TimedRank:
+    """A rank whose tasks are timed, with the program and the streams of its representative.
+
+    Attributes:
+        rank: in the job.
+        program, streams: of the representative; the streams with the rank's own messages.
+        task_names: of the rank's tasks -> those of the representative.
+        values_here: names of the representative's values -> those of the rank.
+    """
+
+    rank: int
+    program: RankProgram
+    streams: Streams
+    task_names: Mapping[str, str]
+    values_here: Mapping[str, str]
+
+
 class ProgramStructure:
     """What the forecasts of a program have in common: equal ranks, their programs and plans, their memory."""
 

@@ -2,7 +2,8 @@
 
 *In:* a `Build`, a cluster, a device for every rank.
 *Out:* rank -> seconds of its tasks in which it does not wait for communication.
-*Invariant:* a rank is represented by another one only if both do the same work on devices of one kind.
+*Invariant:* a rank is represented by another one only if both do the same work on devices of one kind. Ranks
+that share cores compute as fast as in the forecast of the step.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from distgraph.resources import Cluster
+from distgraph.runtime.forecast.core_contention import core_groups
 from distgraph.runtime.forecast.forecast import StepForecaster
 from distgraph.runtime.forecast.program_structure import ProgramStructure
 from distgraph.runtime.forecast.rank_equivalence import representative_ranks
@@ -27,7 +29,12 @@ def rank_seconds(build: Build, cluster: Cluster, devices: Sequence[int]) -> dict
     Raises:
         ResourceError: a number that a cost needs is not in the resource file.
     """
-    forecaster = StepForecaster(ProgramStructure(build), cluster, tuple(devices), None, False)
+    structure = ProgramStructure(build)
+    forecaster = StepForecaster(structure, cluster, tuple(devices), None, False)
+    if core_groups(cluster, {r: devices[r] for column in build.schedule.columns for r in column.ranks}):
+        of_step = StepForecaster(structure, cluster, tuple(devices), None, False)
+        of_step.run()
+        forecaster.speeds = of_step.speeds
     kinds = [(cluster.devices[device].model, cluster.devices[device].origin) for device in devices]
     represented: dict[int, int] = {}
     for column in build.schedule.columns:

@@ -134,6 +134,7 @@ class Streams:
         pending: Mapping[str, float] | None = None,
         postponed: Sequence[LocalTask] = (),
         trace: bool = False,
+        speed: float = 1.0,
     ) -> TaskTime:
         """One run of a task.
 
@@ -144,8 +145,10 @@ class Streams:
             pending: value -> seconds until the collective of another task that computes it ends.
             postponed: tasks whose reductions of gradients run before the ops of this one; see `postpones`.
             trace: whether to list the spans.
+            speed: how many times as fast as the resource file says the device computes.
         """
-        return _Run(self, task, last or not task.per_micro, dict(pending or {}), trace).time(postponed)
+        last = last or not task.per_micro
+        return _Run(self, task, last, dict(pending or {}), trace, speed).time(postponed)
 
     def postpones(self, task: LocalTask) -> bool:
         """Whether the reductions of gradients in a task run after all micro-batches (`Gradients.reduce`)."""
@@ -276,9 +279,15 @@ def scatters_gradients(task: LocalTask) -> bool:
 
 class _Run:
     def __init__(
-        self, streams: Streams, task: LocalTask, last: bool, pending: dict[str, float], trace: bool
+        self,
+        streams: Streams,
+        task: LocalTask,
+        last: bool,
+        pending: dict[str, float],
+        trace: bool,
+        speed: float = 1.0,
     ) -> None:
-        self.streams, self.task, self.last, self.trace = streams, task, last, trace
+        self.streams, self.task, self.last, self.trace, self.speed = streams, task, last, trace, speed
         self.storage = streams.storage
         self.clock = self.exposed = self.compute = self.communication = self.flops = 0.0
         self.issued = 0  # ops and collectives that the host has handed to the device
@@ -321,7 +330,7 @@ class _Run:
                     late[name] = self.ends[name]
                 else:
                     self._receive(name)
-        update = self.streams.ops.update(self.task)
+        update = self.streams.ops.update(self.task) / self.speed
         self.clock += update
         self.compute += update
         forward = self.task.kind == "forward" and self.task.per_micro
@@ -375,9 +384,10 @@ class _Run:
             return
         if step.message is not None:
             if step.seconds:
-                self._record_span("compute", local, self.clock, step.seconds)
-                self.clock += step.seconds
-                self.compute += step.seconds
+                seconds = step.seconds / self.speed
+                self._record_span("compute", local, self.clock, seconds)
+                self.clock += seconds
+                self.compute += seconds
             send = self._send if local.mode == "send" else self._communicate
             send(local, step.message)
             return
@@ -389,6 +399,7 @@ class _Run:
             scaling, more = self.streams.ops.scaling(local)
             seconds += more
             self.issued += scaling.kind != "none"
+        seconds /= self.speed
         if seconds:
             self._record_span("compute", local, self.clock, seconds)
         self.clock += seconds
@@ -397,9 +408,11 @@ class _Run:
 
     def _run_loop(self, local: LocalOp, loop: TaskTime) -> None:
         """All turns of a loop, which waits for its own collectives."""
-        self._record_span("compute", local, self.clock, loop.seconds)
-        self.clock += loop.seconds
-        self.compute += loop.compute
+        compute = loop.compute / self.speed
+        seconds = loop.seconds - loop.compute + compute
+        self._record_span("compute", local, self.clock, seconds)
+        self.clock += seconds
+        self.compute += compute
         self.exposed += loop.exposed
         self.communication += loop.communication
         self.flops += loop.flops

@@ -24,22 +24,22 @@ from distgraph.runtime.profile.cost_fitting import ComputeFit, LinkFit, Message,
 from distgraph.runtime.profile.measurements import kept_runs, other_uses
 from distgraph.runtime.profile.processor_use import Disturbance, OtherUse
 from distgraph.runtime.profile.resource_writer import Measured
-from distgraph.runtime.profile.shared_cores import host_times
+from distgraph.runtime.profile.shared_cores import CoreSharing, host_times
 
+Runs = Mapping[str, Mapping[str, Any]]
+"""Of a `Store`."""
 _LARGE_BYTES: Final = 2**16  # of messages whose transfer takes longer than their start
 _LARGEST: Final = 3  # sizes of messages that tell which part computation hides of larger ones
 
 
-def evaluate(
-    cluster: Cluster, runs: Mapping[str, Mapping[str, Any]], ranks: int = 1, shares: Sequence[float] = ()
-) -> Measured:
+def evaluate(cluster: Cluster, runs: Runs, ranks: int = 1, sharing: CoreSharing | None = None) -> Measured:
     """Fit the numbers of the resource file to the measurements.
 
     Args:
         cluster: the cluster whose numbers are replaced.
         runs: runs of a `Store`.
         ranks: number of ranks that measured; with several, links must have been measured.
-        shares: for each rank, the number of ranks on its core; empty where each has one.
+        sharing: how the ranks share cores; None where each has one.
 
     Raises:
         ResourceError: too little was measured.
@@ -81,7 +81,7 @@ def evaluate(
     compute = {}
     for origin, device_samples in samples.items():
         host = host_times(host_steps.get(origin, ()), message_work, network_busy)
-        compute[origin] = _fit_of_device(cluster, origin, device_samples, host, shares)
+        compute[origin] = _fit_of_device(cluster, origin, device_samples, host, sharing)
     links: LinkFit | None = fit_links(cluster, sent) if sent else None
     disturbances = {
         part: disturbed
@@ -97,22 +97,27 @@ def _fit_of_device(
     origin: str,
     samples: Sequence[tuple[Work, float]],
     host: HostTimes,
-    shares: Sequence[float],
+    sharing: CoreSharing | None,
 ) -> ComputeFit:
     """The numbers of the devices with one origin, of which these are the works and seconds."""
     device = next(device for device in cluster.devices if device.origin == origin)
     fit = fit_compute(samples, device.peak, device.memory_bandwidth)
-    return replace(fit, compute=replace(fit.compute, host=host, cores=cores_of(cluster, device, shares)))
+    cores, bound = (None, None) if sharing is None else cores_of(cluster, device, sharing)
+    return replace(fit, compute=replace(fit.compute, host=host, cores=cores, bound=bound))
 
 
-def cores_of(cluster: Cluster, device: Device, shares: Sequence[float]) -> float | None:
-    """The cores that the ranks of the machine of a device share; None where each has one.
+def cores_of(cluster: Cluster, device: Device, sharing: CoreSharing) -> tuple[float | None, bool | None]:
+    """The cores that the devices of the machine of a device share, and whether neighbours are bound to each;
+    None where each has a core.
 
-    A machine some of whose devices have no rank is not told apart from one with fewer devices.
+    A control group that limits the machine leaves cores to all of its ranks, even if these are bound.
     """
-    ranks = [rank for rank in range(len(shares)) if cluster.devices[rank].machine == device.machine]
-    most = max((shares[rank] for rank in ranks), default=1.0)
-    return len(ranks) / most if most > 1 else None
+    machines = [each.machine for each in cluster.devices]
+    ranks = [share for place, share in zip(machines, sharing.shares, strict=False) if place == device.machine]
+    most = max(ranks, default=1.0)
+    if most <= 1:
+        return None, None
+    return machines.count(device.machine) / most, True if sharing.bound and not sharing.period else None
 
 
 def part_of(key: str) -> str:

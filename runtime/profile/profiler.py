@@ -168,7 +168,7 @@ def _rank(request: Request, host: HostProbes) -> int:
     with threadpool_limits(1):
         _Profile(request, cluster, transport, store, cores, host()).run()
     if leads:
-        measured = evaluate(cluster, store.runs, request.ranks, cores.shares)
+        measured = evaluate(cluster, store.runs, request.ranks, cores)
         write_measured(request.output, request.source, request.ranks, measured)
         for line in (*measured.warnings(), f"profile: {request.output} written; {measured.summary()}"):
             Console(stderr=True).print(line, highlight=False, markup=False, soft_wrap=True)

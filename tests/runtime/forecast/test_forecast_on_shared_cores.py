@@ -11,11 +11,19 @@ from support.programs.forecasts import chain, document
 from distgraph.errors import ResourceError
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.resources import Cluster
-from distgraph.runtime.forecast.core_contention import CoreGroup, core_groups, with_shared_cores
+from distgraph.runtime.forecast.core_contention import (
+    MOST_TURNS,
+    CoreGroup,
+    Speeds,
+    core_groups,
+    core_speeds,
+)
 from distgraph.runtime.forecast.forecast import forecast
+from distgraph.runtime.forecast.rank_seconds import rank_seconds
 from distgraph.runtime.forecast.stream_model import TaskTime
 from distgraph.runtime.forecast.task_forecast import TaskForecast
 from distgraph.runtime.profile.evaluation import cores_of
+from distgraph.runtime.profile.shared_cores import CoreSharing
 from distgraph.runtime.schedule.simulate import simulate
 from distgraph.runtime.schedule.task import TaskGraph, pipeline
 from distgraph.runtime.schedule.timeline import Timeline
@@ -24,12 +32,12 @@ grid = ProcessMesh.grid
 FREE = {"launch": "0 s", "latency": "0 s", "bandwidth": "1000000 TB/s", "cable": "1000000 TB/s"}
 
 
-def boxes(*sizes: int, cores: float | None) -> Cluster:
+def boxes(*sizes: int, cores: float | None, bound: bool = False) -> Cluster:
     """Machines with some devices each, and cores that the devices of each share; links are free."""
     described = document(*sizes, **FREE)
     for entry in described["machines"]:
         if cores is not None:
-            entry["devices"]["compute"]["cores"] = cores
+            entry["devices"]["compute"] |= {"cores": cores, "bound": bound}
     return cluster_of(described)
 
 
@@ -50,26 +58,38 @@ def test_speed_of_a_rank(devices: int, cores: float, computing: float, speed: fl
     assert CoreGroup((0,), devices, cores).speed(computing) == pytest.approx(speed)
 
 
-def test_neighbours_share_a_whole_number_of_cores() -> None:
-    halves = core_groups(boxes(4, cores=2.0), range(4))
-    assert [halves[rank].ranks for rank in range(4)] == [(0, 1), (0, 1), (2, 3), (2, 3)]
-    assert halves[0] == CoreGroup((0, 1), 2, 1.0)
-    uneven = core_groups(boxes(3, 3, cores=1.5), (0, 1, 3))
-    assert uneven == {0: CoreGroup((0, 1), 3, 1.5), 1: CoreGroup((0, 1), 3, 1.5), 2: CoreGroup((2,), 3, 1.5)}
-    assert core_groups(boxes(2, cores=2.0), range(2)) == core_groups(boxes(2, cores=None), range(2)) == {}
+def test_groups_of_ranks() -> None:
+    shared = core_groups(boxes(4, cores=2.0), by_rank(range(4)))
+    assert shared == dict.fromkeys(range(4), CoreGroup((0, 1, 2, 3), 4, 2.0))
+    bound = core_groups(boxes(4, cores=2.0, bound=True), by_rank(range(4)))
+    assert [bound[rank] for rank in range(4)] == 2 * [CoreGroup((0, 1), 2, 1.0)] + 2 * [
+        CoreGroup((2, 3), 2, 1.0)
+    ]
+    uneven = core_groups(boxes(3, 3, cores=1.5), {0: 0, 1: 1, 5: 3})
+    assert uneven == {0: CoreGroup((0, 1), 3, 1.5), 1: CoreGroup((0, 1), 3, 1.5), 5: CoreGroup((5,), 3, 1.5)}
+    assert core_groups(boxes(2, cores=2.0), by_rank(range(2))) == {}
+    assert core_groups(boxes(2, cores=None), by_rank(range(2))) == {}
+
+
+def by_rank(devices: Sequence[int]) -> dict[int, int]:
+    return dict(enumerate(devices))
 
 
 def settled(
     graph: TaskGraph, seconds: float, groups: Mapping[int, CoreGroup], compute: float = 1.0
 ) -> Timeline:
-    """The timeline of tasks of some seconds each, of which a part is computation."""
-    time = TaskTime(seconds, compute * seconds, (1 - compute) * seconds, 0.0, 0.0)
-    tasks = {t.name: TaskForecast(t.name, t.kind, t.stage, t.ranks[0], time, time) for t in graph.tasks}
-
-    def simulated(tasks: Mapping[str, TaskForecast]) -> Timeline:
-        return simulate(graph, {name: task.body.seconds for name, task in tasks.items()})
-
-    return with_shared_cores(tasks, simulated, groups)[1]
+    """The timeline of tasks of some seconds each, of which a part is computation, after some turns."""
+    speeds: Speeds = {}
+    for _ in range(MOST_TURNS):
+        tasks = {}
+        for task in graph.tasks:
+            computing = compute * seconds / min(speeds.get((task.name, rank), 1.0) for rank in task.ranks)
+            waiting = (1 - compute) * seconds
+            time = TaskTime(computing + waiting, computing, waiting, 0.0, 0.0)
+            tasks[task.name] = TaskForecast(task.name, task.kind, task.stage, task.ranks[0], time, time)
+        timeline = simulate(graph, {name: task.body.seconds for name, task in tasks.items()})
+        speeds = core_speeds(tasks, timeline, groups)
+    return timeline
 
 
 def one_core(ranks: Sequence[int]) -> dict[int, CoreGroup]:
@@ -115,13 +135,64 @@ def test_a_pipeline_on_one_machine_and_on_two() -> None:
     assert sum(shared.compute_seconds.values()) < sum(stated.compute_seconds.values())
 
 
+def test_ranks_that_run_nothing_take_nothing() -> None:
+    """Meshes without some ranks, and mappings of more ranks than the program has."""
+    build = chain(64, [64, 64], [ProcessMesh([0, 2], "dp")])
+    alone = forecast(build, boxes(2, 2, cores=1.0))
+    assert alone.step_seconds == pytest.approx(forecast(build, boxes(2, 2, cores=None)).step_seconds / 2)
+    whole = chain(64, [64, 64], [grid(dp=2)])
+    assert forecast(whole, boxes(4, cores=1.0), (0, 1, 2, 3)).step_seconds > 0
+
+
+@pytest.mark.parametrize("devices", [(0, 2, 3), (2, 3, 0), (2, 0, 3)])
+def test_the_order_of_ranks_makes_no_difference(devices: tuple[int, ...]) -> None:
+    """Two of three ranks share a core, so all wait for ranks of the stated speed."""
+    build = chain(63, [64, 64], [grid(dp=3)])
+    stated = forecast(build, boxes(3, cores=None)).step_seconds
+    assert forecast(build, boxes(2, 2, cores=1.0), devices).step_seconds == pytest.approx(stated)
+
+
+@pytest.mark.parametrize("cable", ["5 GB/s", "2 GB/s", "0.5 GB/s"])
+def test_messages_are_hidden_by_no_more_than_the_faster_computation(cable: str) -> None:
+    """Ranks alone on cores of two are as fast as devices that are stated twice as fast."""
+    build = chain(256, [128] * 5, [grid(dp=2)] * 4, micro_batches=2)
+    shared, fast = document(2, 2, cable=cable), document(2, 2, cable=cable)
+    for described in (shared, fast):
+        for entry in described["machines"]:
+            entry["devices"]["compute"]["launch"] = "0 s"
+    for entry in shared["machines"]:
+        entry["devices"]["compute"]["cores"] = 1.0
+    for entry in fast["machines"]:
+        entry["devices"] |= {"memory_bandwidth": "2000 GB/s", "peak": {"f32": "20 TFLOP/s"}}
+    found, expected = (forecast(build, cluster_of(each), (0, 2)) for each in (shared, fast))
+    assert found.step_seconds == pytest.approx(expected.step_seconds)
+    assert found.exposed_seconds == pytest.approx(expected.exposed_seconds)
+
+
+def test_what_runs_inside_a_task_ends_with_it() -> None:
+    build = chain(64, [64, 64, 64], [grid(0, x=1), grid(1, x=1)], 1)
+    found = forecast(build, boxes(2, cores=1.0), trace=True)
+    for task in found.tasks.values():
+        ends = [span.start + span.seconds for span in task.last.spans if span.stream == "compute"]
+        assert max(ends, default=0.0) <= task.last.seconds * (1 + 1e-9)
+
+
+def test_seconds_of_ranks_are_those_of_the_forecast() -> None:
+    build = chain(64, [64, 64, 64], [grid(0, x=1), grid(1, x=1)], 1)
+    cluster = boxes(2, cores=1.0)
+    seconds = rank_seconds(build, cluster, (0, 1))
+    assert seconds == pytest.approx(forecast(build, cluster).compute_seconds)
+
+
 def test_cores_that_a_profile_finds() -> None:
     cluster = boxes(2, 2, cores=None)
     first, _, third, _ = cluster.devices
-    shares = (2.0, 2.0, 4.0, 4.0)  # machines of one core and of half a core
-    assert cores_of(cluster, first, shares) == 1.0
-    assert cores_of(cluster, third, shares) == 0.5
-    assert cores_of(cluster, first, (1.0,) * 4) is cores_of(cluster, first, ()) is None
+    quotas = CoreSharing((2.0, 2.0, 4.0, 4.0), bound=True, period=0.01)  # of a core and of half a core
+    assert cores_of(cluster, first, quotas) == (1.0, None)
+    assert cores_of(cluster, third, quotas) == (0.5, None)
+    assert cores_of(cluster, first, CoreSharing((2.0,) * 4, bound=True)) == (1.0, True)
+    assert cores_of(cluster, first, CoreSharing((1.0,) * 4)) == (None, None)
+    assert cores_of(boxes(4, cores=None), first, CoreSharing((2.0, 2.0))) == (2.0, None)
 
 
 @pytest.mark.parametrize("cores", [0, -1, "two"])

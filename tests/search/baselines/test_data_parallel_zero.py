@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 from support.files.clusters import cluster_of
-from support.programs.searched import SECONDS, Program, slow, two_by_two
+from support.programs.searched import SECONDS, Program, mixed, slow, two_by_two
 from support.search.plan_training import trains_as_one_rank
 
 from distgraph.engine.search_driver.baselines import data_parallel_zero
-from distgraph.engine.search_driver.baselines.data_parallel_zero import evaluate_data_parallel_zero
+from distgraph.engine.search_driver.baselines.data_parallel_zero import (
+    evaluate_data_parallel_zero,
+    groups_of_devices,
+)
 from distgraph.engine.search_driver.candidate import plan_of
 from distgraph.engine.search_driver.evaluations import Evaluation
 from distgraph.engine.search_driver.fixed_mesh_search import data_parallel
@@ -162,3 +165,19 @@ def test_nothing_is_recomputed_for_a_program_that_is_slower_anyway(tight: int) -
     fastest = min(each.seconds for each in evaluated(state))
     again = with_best(state_of(memory=tight), fastest / 2)
     assert all(not recomputed(each) for each in evaluated(again))
+
+
+def test_devices_of_one_kind_are_left_out_when_the_time_is_over() -> None:
+    """All devices are tried also then, if there is no program that fits."""
+    state = state_of(memory=1 << 10, cluster=cluster_of(mixed(0.5, 2, 2)))
+    state.expired = lambda: True
+    evaluated(state)
+    names = {name for name in state.evaluations.baselines if name.startswith("data parallel")}
+    assert names == {"data parallel, ZeRO-3"}
+
+
+def test_kinds_with_one_name_are_told_apart() -> None:
+    """Machines of two and of four equal devices: two kinds of four devices."""
+    state = state_of(cluster=cluster_of(slow(2, 2, 4)))
+    assert [len(devices) for devices in groups_of_devices(state).values()] == [8, 4, 4]
+    assert len(set(groups_of_devices(state).values())) == 3

@@ -54,7 +54,9 @@ def groups_of_devices(state: SearchState) -> dict[str, tuple[int, ...]]:
     for pool in state.layout_costs.pools:
         if 1 < pool.size < len(state.layout_costs.devices):
             devices = tuple(device for machine in pool.machines for device in machine)
-            groups[f"data parallel, {pool.size} x {pool.name}"] = devices
+            name = f"data parallel, {pool.size} x {pool.name}"
+            count = len(pool.machines)
+            groups[f"{name}, {count} machine{'s' * (count > 1)}" if name in groups else name] = devices
     return groups
 
 
@@ -71,7 +73,9 @@ def evaluate_data_parallel_zero(state: SearchState) -> Iterator[Event]:
         return
     state.zero_evaluated = True
     built_ops = _BuiltOps()
-    for name, devices in groups_of_devices(state).items():
+    for number, (name, devices) in enumerate(groups_of_devices(state).items()):
+        if number and state.expired():
+            return
         yield from _levels(_Programs(state, name, devices, built_ops), levels)
 
 
