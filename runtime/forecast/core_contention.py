@@ -116,8 +116,9 @@ def core_speeds(
             others = tuple(column_of[other] for other in group.ranks if other not in members)
             key = name, group, others
             if key not in averages:
-                together, beside = len(group.ranks) - len(others), [runs.get(column, []) for column in others]
-                averages[key] = sum(_work(group, together, beside, *span) for span in spans) / seconds
+                together = len(group.ranks) - len(others)
+                runs_of_others = [runs.get(column, []) for column in others]
+                averages[key] = sum(_work(group, together, runs_of_others, *span) for span in spans) / seconds
             speeds[name, rank] = averages[key]
     return speeds
 
@@ -137,13 +138,13 @@ def _work(
         others: of each other rank of the group.
         start, end: seconds of the timeline.
     """
-    beside = [_between(runs, start, end) for runs in others]
-    times = sorted({start, end, *(time for runs in beside for run in runs for time in run[:2])})
+    overlapping = [_between(runs, start, end) for runs in others]
+    times = sorted({start, end, *(time for runs in overlapping for run in runs for time in run[:2])})
     times = [time for time in times if start <= time <= end]
     total = 0.0
     for begin, stop in pairwise(times):
         middle = (begin + stop) / 2
-        computing = sum(part for runs in beside for first, last, part in runs if first <= middle < last)
+        computing = sum(part for runs in overlapping for first, last, part in runs if first <= middle < last)
         total += (stop - begin) * group.speed(together + computing)
     return total
 

@@ -258,7 +258,7 @@ class StepForecaster:
         self.times: dict[str, list[TaskForecast]] = {}
         self.timed: dict[int, TimedRank] = {}
         self.speeds: core_contention.Speeds = {}
-        self.alike: dict[int, tuple[int, ...]] = {}  # those of its column on devices of its kind
+        self.represented: dict[int, tuple[int, ...]] = {}  # those of its column on devices of its kind
         self.memory: dict[int, RankMemory] = {}
         self.workspaces: dict[int, dict[str, int]] = {}
         self.ranks: dict[int, tuple[int, ...]] = {}
@@ -271,7 +271,7 @@ class StepForecaster:
             exact = exact and even
             for rank in chosen:
                 self.ranks[rank] = column.ranks if len(chosen) == 1 else (rank,)
-                self.alike[rank] = tuple(r for r in column.ranks if self.kind(r) == self.kind(rank))
+                self.represented[rank] = tuple(r for r in column.ranks if self.kind(r) == self.kind(rank))
                 self.time_rank(rank)
         tasks, transfers, timeline = self.simulated()
         running = {r: self.devices[r] for column in self.build.schedule.columns for r in column.ranks}
@@ -428,7 +428,7 @@ class StepForecaster:
 
     def speed(self, task: str, rank: int) -> float:
         """How many times as fast as stated a rank computes in a task: as the slowest that it represents."""
-        return min(self.speeds.get((task, each), 1.0) for each in self.alike.get(rank, (rank,)))
+        return min(self.speeds.get((task, each), 1.0) for each in self.represented.get(rank, (rank,)))
 
     def representative(self, rank: int, rank_class: RankClass) -> Representative:
         """The first rank of the class on the same kind of device; with `trace`, the rank itself."""
