@@ -122,6 +122,22 @@ def wait_for(folder: Path, job: subprocess.Popen[bytes], step: int, since: float
     return 0.0
 
 
+def wait_for_restart(folder: Path, job: subprocess.Popen[bytes], restart: int = 1) -> float:
+    """The time of the first step that ends after a restart of the job; 0 if the job ends before.
+
+    A step that ranks had begun before the disturbance may end long after it: it says nothing of the restart.
+    """
+    deadline = time.monotonic() + LIMIT
+    while time.monotonic() < deadline:
+        ended = job.poll() is not None
+        if f"(restart {restart} of" in (folder / "out").read_text(errors="replace"):
+            return wait_for(folder, job, 1, time.time())
+        if ended:
+            break
+        time.sleep(0.005)
+    return 0.0
+
+
 def hit(target: str, number: signal.Signals, token: str, root: int, rng: random.Random) -> float:
     """Send a signal to a random process of a kind. Returns the time."""
     kill = Kill("run", 4, target, number, "step", 1, 0.0)
@@ -151,7 +167,7 @@ def disturb_machine(
                 network.link(machine, "down")
             network.kill(machine)
         network.link(machine, "down")
-    again = wait_for(folder, job, 1, at + 0.5)
+    again = wait_for_restart(folder, job)
     if trial.kind == "machine-stop":
         network.send_signal(machine, signal.SIGCONT)
     if trial.kind == "machine-return" and again:
@@ -170,11 +186,11 @@ def disturb(
     target = trial.kind if trial.kind in ("supervisor", "mpiexec") else "rank"
     number = signal.SIGSTOP if trial.kind == "stop" else signal.SIGKILL
     at = hit(target, number, token, job.pid, rng)
-    again = wait_for(folder, job, 1, at + (0.5 if trial.kind != "stop" else HEARTBEAT / 2))
+    again = wait_for_restart(folder, job)
     longest = again - at - (HEARTBEAT if trial.kind == "stop" else 0.0)
     if trial.kind == "two" and again:
         at = hit("rank", signal.SIGKILL, token, job.pid, rng)
-        longest = max(longest, wait_for(folder, job, 1, at + 0.5) - at)
+        longest = max(longest, wait_for_restart(folder, job, 2) - at)
     if trial.kind == "return":
         (folder / "hosts").write_text("localhost slots=4\n# again\n")
     return longest
