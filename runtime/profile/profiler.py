@@ -378,14 +378,14 @@ class _Profile:
         return {origin: (subject, max(ranks, key=sum)) for origin, ranks in by_origin.items()}
 
     def message(self, pattern: collective_probes.Pattern) -> dict[str, tuple[dict[str, Any], list[float]]]:
-        """Measure one collective; the slowest rank counts."""
+        """Measure one collective; the slowest group counts."""
         assert self.transport is not None
         repeats = 20 if pattern.nbytes <= 2**16 else 4 if pattern.nbytes <= 2**22 else 1
         run_time = collective_probes.measure(self.transport, pattern, repeats, self.cores)
         times = self.transport.gather_objects(run_time, 0)
         if times is None:
             return {}
-        return {"": ({"message": asdict(pattern)}, [self.cores.added_seconds(times)])}
+        return {"": ({"message": asdict(pattern)}, [self.cores.added_seconds(times, pattern.groups)])}
 
     def bar(self) -> Progress:
         """Progress bar on the first rank, disabled if it has no terminal."""

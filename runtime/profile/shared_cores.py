@@ -4,10 +4,11 @@
 *Out:* seconds of ops and messages of ranks that share cores; `HostTimes`.
 *Invariant:* a rank computes as many times longer as ranks share its core, since all compute at the same time.
 A message is measured behind computation that is longer than a time slice of the scheduler, and its time is
-what it adds to the computation: ranks reach it one after the other, do not get their core back at once, and
-wait for each other. The time without computation before it is the work of the ranks themselves, which no
-overlap hides. Of a message between machines, that is what it adds to products that are computed between its
-start and the wait for it: the processor moves its bytes, or it waits until the program comes back to it.
+what it adds to the computation of the slowest rank of its group: ranks reach it one after the other, do not
+get their core back at once, and wait for each other. Machines may compute at different speeds. The time
+without computation before it is the work of the ranks themselves, which no overlap hides. Of a message
+between machines, that is what it adds to products that are computed between its start and the wait for it:
+the processor moves its bytes, or it waits until the program comes back to it.
 Where a control group limits a rank, runs begin and end when its quota for a period is used up. A rank that
 waits for a message saves quota, and computes with it at full speed afterwards: at another moment, a few
 milliseconds of work would appear to take half or twice as long.
@@ -77,6 +78,7 @@ class CoreSharing:
 
     Attributes:
         shares: for each rank, the number of ranks on its core.
+        machines: for each rank, the first rank of its machine; by default all are on one.
         bound: whether this rank is bound to one core.
         period: seconds in which the control group of this rank may use its quota once; 0.0 without a quota.
     """
@@ -84,15 +86,18 @@ class CoreSharing:
     shares: tuple[float, ...] = (1.0,)
     bound: bool = False
     period: float = 0.0
+    machines: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, transport: MpiTransport | None) -> CoreSharing:
         """Of the ranks of a transport, or of one rank without a transport. All ranks call it."""
         if transport is None:
             return cls()
-        shares = transport.broadcast_object(transport.gather_objects(transport.binding.share, 0), 0)
+        own = transport.binding.share, min(transport.machine_ranks)
+        shares, machines = zip(*transport.broadcast_object(transport.gather_objects(own, 0), 0), strict=True)
         group, _ = cpu_quota()
-        return cls(tuple(shares), transport.binding.bound, quota_period(group) if group else 0.0)
+        period = quota_period(group) if group else 0.0
+        return cls(shares, transport.binding.bound, period, machines)
 
     @property
     def shared(self) -> bool:
@@ -104,11 +109,29 @@ class CoreSharing:
         text = f"{self.shares[0]:g} ranks a core" + ", each on one" * self.bound
         return text if len(self.shares) > 1 else ""
 
-    def added_seconds(self, times: Sequence[RunTime]) -> float:
-        """Seconds that a collective adds to a step on the slowest rank, without computation on its core."""
-        work, alone = fmean(time.work for time in times), fmean(time.alone for time in times)
-        pairs = zip(times, self.shares, strict=True)
-        return max(_MINIMUM, *(time.seconds - share * work - alone for time, share in pairs))
+    def added_seconds(self, times: Sequence[RunTime], groups: Sequence[Group] = ()) -> float:
+        """Seconds that a collective adds to a step, without the computation before it.
+
+        The ranks of a machine compute for as long as their work takes on the cores that they share. A
+        collective begins when the last rank of its group has computed.
+
+        Args:
+            times: of every rank.
+            groups: of the collective, of which the slowest counts; by default all ranks are one.
+        """
+        work: dict[int, list[float]] = {}
+        machines = self.machines or (0,) * len(times)
+        for machine, time_ in zip(machines, times, strict=True):
+            work.setdefault(machine, []).append(time_.work)
+        computing = [
+            share * fmean(work[machine]) + time_.alone
+            for machine, share, time_ in zip(machines, self.shares, times, strict=True)
+        ]
+        groups = groups or (tuple(range(len(times))),)
+        return max(
+            _MINIMUM,
+            *(max(times[r].seconds for r in group) - max(computing[r] for r in group) for group in groups),
+        )
 
 
 def write(sent: Any) -> None:

@@ -1,7 +1,7 @@
 """Ranks of a machine that share CPU cores: how many share one, and binding each rank to one.
 
 Control groups of Linux may limit the processor time of this process, as containers do: such ranks share what
-the limit leaves (`cpu_quota`).
+the limit leaves (`cpu_quota`). Ranks that share cores leave them to each other while they wait (`Waiting`).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,6 +17,13 @@ _PROCESS: Final = Path("/proc/self/cgroup")
 """The control groups of the process, in lines `number:controllers:path`."""
 _MOUNT: Final = Path("/sys/fs/cgroup")
 """Where the control groups are mounted."""
+_POLLING_ALONE: Final = 0.02
+"""Seconds for which a rank with a core of its own polls."""
+_POLLING_SHARED: Final = 0.001
+_POLLING_LIMITED: Final = 0.0001  # where a quota counts the seconds of polling
+_SHORTEST_NAP: Final = 0.0001
+_LONGEST_NAP: Final = 0.001
+_NAP_PART: Final = 1 / 32  # of the wait so far, so that sleeping lengthens it by 3 % at most
 
 
 class CoreBinding:
@@ -43,6 +51,11 @@ class CoreBinding:
         cores = min(len(set().union(*self._cores)), sum(self._quotas.values()))
         return max(1.0, len(self._cores) / cores)
 
+    @property
+    def limited(self) -> bool:
+        """Whether control groups grant the ranks of this machine less than the cores that they may use."""
+        return sum(self._quotas.values()) < len(set().union(*self._cores))
+
     def bind(self, device: tuple[int, int] | None = None) -> None:
         """Bind this rank to its cores.
 
@@ -68,6 +81,33 @@ class CoreBinding:
         with contextlib.suppress(OSError):  # not allowed here
             os.sched_setaffinity(0, cores[first : max(first + 1, (number + 1) * len(cores) // count)])
             self.bound = True
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """How a rank spends the time in which it waits for others.
+
+    Polling has the shortest latency. On shared cores it takes time from the ranks that are waited for; of a
+    quota even where it yields the core.
+
+    Attributes:
+        polling_seconds: for which a wait polls before it sleeps between polls.
+        shares_cores: whether it then sleeps after every poll, longer the longer it waits.
+    """
+
+    polling_seconds: float
+    shares_cores: bool
+
+    @classmethod
+    def of(cls, binding: CoreBinding) -> Waiting:
+        """How the ranks of a machine wait."""
+        if binding.share == 1:
+            return cls(_POLLING_ALONE, shares_cores=False)
+        return cls(_POLLING_LIMITED if binding.limited else _POLLING_SHARED, shares_cores=True)
+
+    def nap_seconds(self, idle: float) -> float:
+        """Seconds to sleep after a wait without progress for `idle` seconds."""
+        return min(max(_SHORTEST_NAP, _NAP_PART * idle), _LONGEST_NAP) if self.shares_cores else _SHORTEST_NAP
 
 
 def cpu_quota() -> tuple[str, float]:

@@ -11,7 +11,7 @@ waits for any operation. The reasons:
   MPI's own collectives (`benchmarks/HISTORY.md` has the figures).
 
 A waiting rank polls with `sched_yield`: where there are more ranks than cores, polling without it delays
-every message by milliseconds.
+every message by milliseconds. After a while it sleeps between polls (`core_binding.Waiting`).
 
 A failing rank informs the others over a communicator of its own, waits for their failure reports and ends
 with exit code 1. The launcher ends the ranks that did not react.
@@ -39,7 +39,7 @@ from distgraph.runtime.transport.call_check import (
     DepartedFault,
     different_calls,
 )
-from distgraph.runtime.transport.core_binding import CoreBinding
+from distgraph.runtime.transport.core_binding import CoreBinding, Waiting
 from distgraph.runtime.transport.departed_ranks import Departures, Need
 from distgraph.runtime.transport.mpi_collectives import TAG_BITS, Exchange, Steps
 from distgraph.runtime.transport.mpi_failures import JobFailures
@@ -111,9 +111,8 @@ class MpiTransport:
         self.binding = CoreBinding(machine)
         self._processes = machine.allgather((self._rank, os.getpid()))  # of this machine
         machine.Free()
-        self._exchange = Exchange(self._collectives, frozenset(rank for rank, _ in self._processes))
-        # Seconds of polling before a wait sleeps; with fewer cores than ranks, others need the core earlier.
-        self._polling_seconds = 0.001 if self.binding.share > 1 else 0.02
+        self._exchange = Exchange(self._collectives, frozenset(self.machine_ranks))
+        self._waiting = Waiting.of(self.binding)
 
     @property
     def activity(self) -> Activity:
@@ -126,6 +125,11 @@ class MpiTransport:
     @property
     def size(self) -> int:
         return self._size
+
+    @property
+    def machine_ranks(self) -> Group:
+        """The ranks on the machine of this rank, which is one of them."""
+        return tuple(rank for rank, _ in self._processes)
 
     def bind(self) -> None:
         """Bind this rank to its cores, where they are planned or shared; see `CoreBinding.bind`."""
@@ -267,21 +271,23 @@ class MpiTransport:
             RuntimeFault: another rank failed, has departed or is in another call, or the time limit passed.
         """
         begun = time.monotonic()
-        polls = 0
+        polls, sleeps = 0, False
         while not ready():
             polls += 1
-            if polls % 16 == 0:
+            if sleeps or polls % 16 == 0:
                 self.progress()
                 now = time.monotonic()
+                idle = now - max(begun, self._last_progress)
                 if now - begun > LISTEN_SECONDS:
                     self._activity.waiting = what
                     self._activities.answer()
                     self._check_departed(what, need)
                     self._call_check.verify(now - begun)
-                if now - max(begun, self._last_progress) > self._limit:
+                if idle > self._limit:
                     raise RuntimeFault(self._no_progress(what))
-                if now - begun > self._polling_seconds:
-                    time.sleep(1e-4)
+                if now - begun > self._waiting.polling_seconds:
+                    sleeps = self._waiting.shares_cores
+                    time.sleep(self._waiting.nap_seconds(idle))
             os.sched_yield()
         self._activity.waiting = ""
 

@@ -3,9 +3,10 @@
     python -m benchmarks.support.networks.searched_plans [--json FILE] [--quick] [--network N]
                                                          [--only MODEL] [--minutes M] [--profile S]
 
-Machines are network namespaces of this computer (`benchmarks.support.machines`; needs root), each with its
-share of the cores: two machines of two ranks whose links have 100, 400 and 1,000 Mbit/s; then, at 400 Mbit/s,
-machines of 1.0 and 0.5 cores with two ranks and with one rank each, and of 1.0, 0.5 and 0.25 cores with one.
+Machines are network namespaces of this computer (`benchmarks.support.machines`; needs root), each on a core
+of its own, of which it may use 0.9, so that the programs of the system have the rest: two machines of two ranks
+whose links have 100, 400 and 1,000 Mbit/s; then, at 400 Mbit/s, machines of 0.9 and 0.45 cores with two ranks
+and with one rank each, and of 0.9, 0.45 and 0.225 cores with one, of which the last two share a core.
 Two ranks of a machine share its cores, so that one of them computes faster while the other waits; a rank
 alone has what the profile measured. Each network is first measured by `distgraph
 profile`, which knows nothing of the models. Then, for a GPT, a conv net and a mixture of experts, the search
@@ -40,7 +41,7 @@ from benchmarks.support.machines import Network, machines
 from benchmarks.support.measured_plans import MODELS, ROOT, THREADS, Place, compared
 from distgraph.resources import Cluster, load_cluster
 
-MINUTES, PROFILE_SECONDS = 2.5, 80.0
+MINUTES, PROFILE_SECONDS = 2.5, 110.0
 MICRO_BATCHES = (1, 2, 4, 8, 12)
 BATCH = {"gpt": 24, "conv": 96, "moe": 48}
 """Samples, which 2, 3, 4 and 6 devices can share equally."""
@@ -93,9 +94,9 @@ SETTINGS = (
     Setting(100, (0.9, 0.9)),
     Setting(400, (0.9, 0.9)),
     Setting(1000, (0.9, 0.9)),
-    Setting(400, (1.0, 0.5)),
-    Setting(400, (1.0, 0.5, 0.25), ranks=1),
-    Setting(400, (1.0, 0.5), ranks=1),
+    Setting(400, (0.9, 0.45)),
+    Setting(400, (0.9, 0.45, 0.225), ranks=1),
+    Setting(400, (0.9, 0.45), ranks=1),
 )
 
 
@@ -107,7 +108,7 @@ def run(
     rows = []
     with (
         tempfile.TemporaryDirectory() as temporary,
-        machines(count, f"{setting.mbit}mbit", setting.cores) as network,
+        machines(count, f"{setting.mbit}mbit", setting.cores, own_cores=True) as network,
     ):
         folder = Path(temporary)
 
@@ -166,7 +167,7 @@ def run_all(
         quick: the first network and model alone, with two uniform plans.
         settings, names: networks and models.
         minutes: for each model; None for 2.5, or 0.8 if quick.
-        profile: seconds of a profile; None for 80, or 50 if quick.
+        profile: seconds of a profile; None for 110, or 50 if quick.
         output: a file for the rows so far.
     """
     if quick:

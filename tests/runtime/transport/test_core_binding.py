@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from distgraph.runtime.transport import core_binding
-from distgraph.runtime.transport.core_binding import CoreBinding, cpu_quota, quota_period
+from distgraph.runtime.transport.core_binding import CoreBinding, Waiting, cpu_quota, quota_period
 
 
 def system(folder: Path, process: str, files: dict[str, str]) -> tuple[Path, Path]:
@@ -86,3 +86,22 @@ def test_period_of_a_quota(tmp_path: Path) -> None:
     (tmp_path / "cpu.max").write_text("50000 100000\n")
     assert quota_period(str(tmp_path)) == 0.1
     assert quota_period(str(tmp_path / "none")) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("quotas", "polling", "naps"),
+    [
+        ([("", math.inf)], 0.02, (1e-4, 1e-4)),
+        ([("", math.inf)] * 4, 0.001, (1e-4, 1e-3)),
+        ([("a", 0.5)], 0.0001, (1e-4, 1e-3)),
+        ([("a", 1.0), ("b", 1.0)], 0.02, (1e-4, 1e-4)),
+    ],
+)
+def test_waiting_ranks_leave_shared_cores_to_others(
+    quotas: list[tuple[str, float]], polling: float, naps: tuple[float, float]
+) -> None:
+    """The longer a rank waits, the longer it sleeps; a quota counts its polling, too."""
+    waiting = Waiting.of(CoreBinding(Ranks(quotas)))
+    assert waiting.polling_seconds == polling
+    assert waiting.shares_cores == (len(set(naps)) > 1)
+    assert (waiting.nap_seconds(0.001), waiting.nap_seconds(1.0)) == naps
