@@ -1,6 +1,6 @@
 """The file in which `distgraph profile` keeps what it has measured, and how it is read.
 
-    {"header": {"source": "", "ranks": 2, "places": "1 ranks a core", "format": 6},
+    {"header": {"source": "", "ranks": 2, "places": "1 ranks a core", "format": 7},
      "runs": {"machines[0].devices|einsum/8x64": {"works": [...], "runs": [[1.2e-5, ...], ...],
                                                   "others": [{"host": "m0", "share": 0.02}, ...]}}}
 

@@ -39,6 +39,7 @@ MOST_WORK_SECONDS: Final = 0.25
 """Processor seconds of the products beside a message, at most: longer than most ops."""
 _WORK_EDGE: Final = 128  # rows and columns of the matrices that are multiplied as computation
 _MOST_RUNS: Final = 10  # behind computation, or beside it
+_INTERRUPTION: Final = 0.05  # of a period: shorter than that in which a quota of 0.9 cores is used up
 _PERIODS: Final = 3  # of a quota: the most for which a rank computes until its quota is used up
 _MINIMUM: Final = 1e-6  # seconds; lower bound of a difference of two noisy times
 
@@ -63,7 +64,8 @@ class RunTime:
 
     Attributes:
         seconds: wall time including the computation before the collective; 0.0 on a rank outside all groups.
-        work: processor seconds of that computation and of writing the buffer; 0.0 if `seconds` excludes them.
+        work: processor seconds of that computation, of writing the buffer, and of what uses up the quota
+            afterwards; 0.0 if `seconds` excludes them.
         alone: wall time of computation that `seconds` includes, where it was measured itself.
     """
 
@@ -195,6 +197,10 @@ def under_work(
         repeats: number of runs, of which at most ten are made.
         seconds: processor seconds of the products.
         period: of the quota of this rank; see `CoreSharing`.
+
+    Returns:
+        `seconds` of a run and of the products alone; `alone` is twice that of the products and of the write;
+        `work` what used up the quota after a run, when other ranks may have ended.
     """
     repeats, product = min(repeats, _MOST_RUNS), _product()
     begun, count = time.thread_time(), 0
@@ -203,27 +209,25 @@ def under_work(
         count += 1
     count = max(1, round(count * seconds / (time.thread_time() - begun)))
     _use_up_quota(product, period)
-    begin, wall, processor, work = time.perf_counter(), 0.0, 0.0, 0.0
+    begin, alone, used_up = time.perf_counter(), 0.0, 0.0
     for _ in range(repeats):
         begun, begun_processor = time.perf_counter(), time.thread_time()
         for _ in range(count):
             product()
-        work += time.thread_time() - begun_processor  # that of the same products beside the message
-        _use_up_quota(product, period)
-        wall += time.perf_counter() - begun
-        processor += time.thread_time() - begun_processor
+        wall, processor = time.perf_counter() - begun, time.thread_time() - begun_processor
         begun_processor = time.thread_time()
         if sent is not None:
             write(sent)
-        work += time.thread_time() - begun_processor
+        written = time.thread_time() - begun_processor
+        alone += wall + (processor + written) * wall / processor
         started = None if start is None else start()
         for _ in range(count):
             product()
         if started is not None:
             started.wait()
-        work += _use_up_quota(product, period)
+        used_up += _use_up_quota(product, period)
     elapsed = 0.0 if start is None else time.perf_counter() - begin
-    return RunTime(elapsed / repeats, alone=(wall + work * wall / processor) / repeats)
+    return RunTime(elapsed / repeats, used_up / repeats, alone / repeats)
 
 
 def _use_up_quota(product: Callable[[], Any], period: float) -> float:
@@ -239,7 +243,7 @@ def _use_up_quota(product: Callable[[], Any], period: float) -> float:
     while wall < end:
         product()
         now, used = time.perf_counter(), time.thread_time()
-        if (now - wall) - (used - processor) > period / 10:
+        if (now - wall) - (used - processor) > _INTERRUPTION * period:
             return used - begun
         wall, processor = now, used
     return processor - begun

@@ -370,7 +370,7 @@ def _measured() -> list[Sample]:
             "others": [{"host": "a", "share": 0.0}],
         },
     }
-    header = {"source": "", "ranks": 2, "places": "1 ranks a core", "format": 6}
+    header = {"source": "", "ranks": 2, "places": "1 ranks a core", "format": 7}
     text = json.dumps({"header": header, "runs": entries}, indent=1)
     return [
         Sample("timeline", "timeline.json", timeline, _timeline),

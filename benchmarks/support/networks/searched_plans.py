@@ -4,14 +4,13 @@
                                                          [--only MODEL] [--minutes M] [--profile S]
 
 Machines are network namespaces of this computer (`benchmarks.support.machines`; needs root), each on a core
-of its own, of which it may use 0.9, so that the programs of the system have the rest: two machines of two ranks
-whose links have 100, 400 and 1,000 Mbit/s; then, at 400 Mbit/s, machines of 0.9 and 0.45 cores with two ranks
-and with one rank each, and of 0.9, 0.45 and 0.225 cores with one, of which the last two share a core.
-Two ranks of a machine share its cores, so that one of them computes faster while the other waits; a rank
-alone has what the profile measured. Each network is first measured by `distgraph
-profile`, which knows nothing of the models. Then, for a GPT, a conv net and a mixture of experts, the search
-(mode auto) makes a plan for the profiled cluster, and all plans run in one job in which they take turns, as
-in `benchmarks/real_plans.py`.
+of its own, of which it may use 0.9, so that the programs of the system have the rest: two machines of two
+ranks whose links have 100, 400 and 1,000 Mbit/s; then, at 400 Mbit/s, machines of 0.9 and 0.45 cores with two
+ranks and with one rank each, and of 0.9, 0.45 and 0.225 cores with one, of which the last two share a core.
+Two ranks of a machine share its core, so that one of them computes faster while the other waits; a rank alone
+has what the profile measured. Each network is first measured by `distgraph profile`, which knows nothing of
+the models. Then, for a GPT, a conv net and a mixture of experts, the search (mode auto) makes a plan for the
+profiled cluster, and all plans run in one job in which they take turns, as in `benchmarks/real_plans.py`.
 
 Uniform plans are equal pipeline stages, dp x tp on each, with and without ZeRO, in 1, 2, 4, 8 and 12
 micro-batches. On machines of unequal speed they are those for as many devices of one kind, since equal shares

@@ -4,11 +4,11 @@
                                                         [--minutes M] [--profile S]
 
 Machines are network namespaces of this computer (`benchmarks.support.machines`; needs root) with one rank
-each, links of 400 Mbit/s, and 1.0 and 0.5, or 1.0, 0.5 and 0.25 cores. The network is first measured by
-`distgraph profile`, which knows nothing of the models. The search, for one stage in one micro-batch, decides
-how many samples every rank gets. The other program is the same plan without weights of its mesh, so that all
-ranks get as many samples. Both run in one job in which they take turns, as in
-`benchmarks/support/measured_plans.py`.
+each, links of 400 Mbit/s, and 0.9 and 0.45, or 0.9, 0.45 and 0.225 cores; the first has a core of its own,
+the others share one. The network is first measured by `distgraph profile`, which knows nothing of the models.
+The search, for one stage in one micro-batch, decides how many samples every rank gets. The other program is
+the same plan without weights of its mesh, so that all ranks get as many samples. Both run in one job in which
+they take turns, as in `benchmarks/support/measured_plans.py`.
 
 Keys of the result, `shares`, for each network and model: `weights` of the searched plan, `even_over_uneven`
 (ratio of medians of one turn, median over turns) with the `interval` that holds 95 % of such medians when
@@ -46,7 +46,7 @@ from distgraph.plan.constraints import SearchConstraints
 from distgraph.plan.plan import Plan
 from distgraph.resources import Cluster
 
-SETTINGS = (Setting(400, (1.0, 0.5), ranks=1), Setting(400, (1.0, 0.5, 0.25), ranks=1))
+SETTINGS = (Setting(400, (0.9, 0.45), ranks=1), Setting(400, (0.9, 0.45, 0.225), ranks=1))
 MINUTES, PROFILE_SECONDS, SEARCH_SECONDS = 1.0, 80.0, 30.0
 ONE_STAGE = SearchConstraints(stages=1, micro_batches=1, zero=0)
 
@@ -63,7 +63,7 @@ def run(setting: Setting, names: Sequence[str], minutes: float, profile: float) 
     rows = []
     with (
         tempfile.TemporaryDirectory() as temporary,
-        machines(ranks, f"{setting.mbit}mbit", setting.cores) as network,
+        machines(ranks, f"{setting.mbit}mbit", setting.cores, own_cores=True) as network,
     ):
         folder = Path(temporary)
 
