@@ -2,7 +2,7 @@
 
 *In:* a transport with two ranks or more.
 *Out:* seconds of every collective on every group of ranks along an axis of a mesh.
-*Invariant:* all groups of a pattern communicate at the same time, as in training, and the slowest rank
+*Invariant:* all groups of a pattern communicate at the same time, as in training, and the slowest group
 counts. The time of a pattern is the median over runs; on ranks that share cores it is the mean over runs
 minus the computation before them (`shared_cores`). What no computation hides of a collective is the time by
 which it lengthens products that are computed between its start and the wait for it. A pattern that takes long
@@ -56,7 +56,8 @@ class Pattern:
         kind: see `KINDS`.
         groups: disjoint groups of ranks, equally many in each.
         nbytes: as in `distgraph.resources.collective_cost.wire_bytes`.
-        work: seconds for which each rank computes before every run.
+        work: processor seconds for which each rank computes before every run; those of a faster machine
+            compute as many times more, so that no rank comes later than others.
         overlapped: whether each rank computes between the start of the collective and the wait for it, and
             the time is that by which the collective lengthens this computation.
     """
@@ -150,14 +151,17 @@ def measure(transport: Transport, pattern: Pattern, repeats: int, cores: CoreSha
     first = time.perf_counter() - begin
     transport.barrier()
     trips = 2 if pattern.kind == "send" else 1
-    slowest, share = max(transport.broadcast_object(transport.gather_objects(first, 0), 0)), max(cores.shares)
+    gathered = transport.broadcast_object(transport.gather_objects((first, cores.period), 0), 0)
+    slowest, period = (max(column) for column in zip(*gathered, strict=True))
+    share = max(cores.shares)
+    faster = share / cores.shares[transport.rank] if cores.shared else 1.0  # all compute for equally long
     if pattern.overlapped:  # the products last for as long as the collective
         seconds = min(max(WORK_SECONDS, slowest / share), MOST_WORK_SECONDS)
-        repeats = _runs(repeats, 2 * (share * seconds + cores.period))
-        return under_work(start, sent, repeats, seconds, cores.period)
+        repeats = _runs(repeats, 2 * (share * seconds + period))
+        return under_work(start, sent, repeats, faster * seconds, cores.period)
     repeats = _runs(repeats, slowest + share * pattern.work)
     if cores.shared:
-        return behind_work(start, sent, repeats, trips, pattern.work, cores.period)
+        return behind_work(start, sent, repeats, trips, faster * pattern.work, cores.period)
     if start is None:
         return RunTime(0.0)
     spans = []

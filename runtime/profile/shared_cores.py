@@ -107,8 +107,10 @@ class CoreSharing:
         return max(self.shares) > 1
 
     def __str__(self) -> str:
-        """Text on the core of the first rank, which is part of the header of a store; "" for one rank."""
-        text = f"{self.shares[0]:g} ranks a core" + ", each on one" * self.bound
+        """Text on the cores of each machine, which is part of the header of a store; "" for one rank."""
+        first = dict(zip(self.machines[::-1] or [0], self.shares[::-1], strict=False))
+        shares = [f"{first[machine]:g}" for machine in sorted(first)]
+        text = f"{', '.join(shares)} ranks a core" + ", each on one" * self.bound
         return text if len(self.shares) > 1 else ""
 
     def added_seconds(self, times: Sequence[RunTime], groups: Sequence[Group] = ()) -> float:
@@ -121,13 +123,17 @@ class CoreSharing:
             times: of every rank.
             groups: of the collective, of which the slowest counts; by default all ranks are one.
         """
-        work: dict[int, list[float]] = {}
         machines = self.machines or (0,) * len(times)
-        for machine, time_ in zip(machines, times, strict=True):
-            work.setdefault(machine, []).append(time_.work)
+        work, alone = (
+            {
+                machine: fmean(getattr(t, kind) for t, m in zip(times, machines, strict=True) if m == machine)
+                for machine in set(machines)
+            }
+            for kind in ("work", "alone")
+        )
         computing = [
-            share * fmean(work[machine]) + time_.alone
-            for machine, share, time_ in zip(machines, self.shares, times, strict=True)
+            share * work[machine] + alone[machine]
+            for machine, share in zip(machines, self.shares, strict=True)
         ]
         groups = groups or (tuple(range(len(times))),)
         return max(

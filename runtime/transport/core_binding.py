@@ -17,13 +17,12 @@ _PROCESS: Final = Path("/proc/self/cgroup")
 """The control groups of the process, in lines `number:controllers:path`."""
 _MOUNT: Final = Path("/sys/fs/cgroup")
 """Where the control groups are mounted."""
-_POLLING_ALONE: Final = 0.02
-"""Seconds for which a rank with a core of its own polls."""
+_POLLING_ALONE: Final = 0.02  # seconds for which a rank with a core of its own polls
 _POLLING_SHARED: Final = 0.001
-_POLLING_LIMITED: Final = 0.0001  # where a quota counts the seconds of polling
-_SHORTEST_NAP: Final = 0.0001
-_LONGEST_NAP: Final = 0.001
-_NAP_PART: Final = 1 / 32  # of the wait so far, so that sleeping lengthens it by 3 % at most
+_POLLING_LIMITED: Final = 0.0001  # under a quota
+_SHORTEST_NAP: Final = 0.0001  # seconds
+_LONGEST_NAP: Final = 0.00025
+_NAP_PART: Final = 1 / 32  # of the time without progress
 
 
 class CoreBinding:
@@ -87,27 +86,30 @@ class CoreBinding:
 class Waiting:
     """How a rank spends the time in which it waits for others.
 
-    Polling has the shortest latency. On shared cores it takes time from the ranks that are waited for; of a
-    quota even where it yields the core.
+    Polling has the shortest latency, and a message that MPI copies through buffers between processes moves
+    with every poll. On shared cores polling takes little from the ranks that are waited for, because it
+    yields the core. Under a quota it uses up the quota all the same: such ranks poll less.
 
     Attributes:
         polling_seconds: for which a wait polls before it sleeps between polls.
-        shares_cores: whether it then sleeps after every poll, longer the longer it waits.
+        polls_per_nap: polls between two sleeps.
+        growing: whether sleeps become longer in a long wait.
     """
 
     polling_seconds: float
-    shares_cores: bool
+    polls_per_nap: int = 16
+    growing: bool = False
 
     @classmethod
     def of(cls, binding: CoreBinding) -> Waiting:
         """How the ranks of a machine wait."""
-        if binding.share == 1:
-            return cls(_POLLING_ALONE, shares_cores=False)
-        return cls(_POLLING_LIMITED if binding.limited else _POLLING_SHARED, shares_cores=True)
+        if binding.share > 1 and binding.limited:
+            return cls(_POLLING_LIMITED, polls_per_nap=4, growing=True)
+        return cls(_POLLING_SHARED if binding.share > 1 else _POLLING_ALONE)
 
     def nap_seconds(self, idle: float) -> float:
-        """Seconds to sleep after a wait without progress for `idle` seconds."""
-        return min(max(_SHORTEST_NAP, _NAP_PART * idle), _LONGEST_NAP) if self.shares_cores else _SHORTEST_NAP
+        """Seconds to sleep after `idle` seconds without progress."""
+        return min(max(_SHORTEST_NAP, _NAP_PART * idle), _LONGEST_NAP) if self.growing else _SHORTEST_NAP
 
 
 def cpu_quota() -> tuple[str, float]:

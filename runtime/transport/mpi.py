@@ -271,23 +271,22 @@ class MpiTransport:
             RuntimeFault: another rank failed, has departed or is in another call, or the time limit passed.
         """
         begun = time.monotonic()
-        polls, sleeps = 0, False
+        polls, polls_per_nap = 0, 16
         while not ready():
             polls += 1
-            if sleeps or polls % 16 == 0:
-                self.progress()
+            if polls % polls_per_nap == 0:
                 now = time.monotonic()
-                idle = now - max(begun, self._last_progress)
+                if now - begun > self._waiting.polling_seconds:
+                    polls_per_nap = self._waiting.polls_per_nap
+                    time.sleep(self._waiting.nap_seconds(now - max(begun, self._last_progress)))
+                self.progress()
                 if now - begun > LISTEN_SECONDS:
                     self._activity.waiting = what
                     self._activities.answer()
                     self._check_departed(what, need)
                     self._call_check.verify(now - begun)
-                if idle > self._limit:
+                if now - max(begun, self._last_progress) > self._limit:
                     raise RuntimeFault(self._no_progress(what))
-                if now - begun > self._waiting.polling_seconds:
-                    sleeps = self._waiting.shares_cores
-                    time.sleep(self._waiting.nap_seconds(idle))
             os.sched_yield()
         self._activity.waiting = ""
 
