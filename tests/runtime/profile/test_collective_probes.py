@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from support.programs.forecasts import machines
 
 from distgraph.resources import local_cluster
 from distgraph.resources.cluster import Compute, MatmulRate
+from distgraph.runtime.profile import collective_probes
 from distgraph.runtime.profile.collective_probes import (
     KINDS,
     MESSAGE_WORK,
@@ -62,6 +64,32 @@ def test_every_collective_runs_on_every_pattern(shared: bool, machines: tuple[in
         behind = shared and not pattern.overlapped and pattern.kind != MESSAGE_WORK
         assert all((own.work > 0) == behind for own in taken), pattern.name
         assert all((own.alone > 0) == pattern.overlapped for own in taken), pattern.name
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_ranks_of_unequal_machines_make_equally_many_runs(
+    overlapped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One has no quota, the other half of a core in periods of 100 ms; both compute equally long."""
+    transports, groups = connect(2), ((0, 1),)
+    given: list[tuple[int, float]] = []
+
+    def probe(start: object, sent: object, repeats: int, *arguments: float) -> RunTime:
+        given.append((repeats, arguments[-2]))
+        return RunTime(1.0)
+
+    for name in ("behind_work", "under_work"):
+        monkeypatch.setattr(collective_probes, name, probe)
+
+    def rank(at: int) -> None:
+        cores = CoreSharing((1.0, 2.0), period=(0.0, 0.1)[at], machines=(0, 1))
+        measure(transports[at], Pattern("all_reduce", groups, 1024, 0.002, overlapped), 20, cores)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(rank, range(2)))
+    (runs, seconds), (other_runs, other_seconds) = sorted(given, key=itemgetter(1), reverse=True)
+    assert runs == other_runs
+    assert seconds == pytest.approx(2 * other_seconds)
 
 
 @pytest.mark.parametrize("kind", sorted({*KINDS} - {"send"}))

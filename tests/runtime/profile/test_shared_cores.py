@@ -116,6 +116,7 @@ def test_a_quota_does_not_change_what_a_message_adds(monkeypatch: pytest.MonkeyP
 def test_a_store_names_how_ranks_share_cores() -> None:
     assert str(CoreSharing.of(None)) == ""
     assert str(CoreSharing((2.0, 2.0))) == "2 ranks a core"
+    assert str(CoreSharing((2.0, 2.0, 4.0), machines=(0, 0, 2))) == "2, 4 ranks a core"
     assert str(CoreSharing((1.5, 1.5, 1.5), bound=True)) == "1.5 ranks a core, each on one"
 
 
