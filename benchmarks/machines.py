@@ -15,6 +15,8 @@ keys of the result:
   speed (`benchmarks/support/networks/uneven_shares.py`).
 * `resharding`: a tensor that goes from machine to machine with and without an all_gather at its end, and
   gradients summed by one all_reduce or in a hierarchy (`benchmarks/support/networks/resharding.py`).
+* `overlap`: gradients that are summed between two machines while the backward part computes
+  (`benchmarks/support/networks/gradient_overlap.py`).
 * `actors`: a step under `Strategy(executor="actors")` over one under "static"
   (`benchmarks/support/networks/actor_runs.py`). Pipelines of four stages, a row under 1F1B and eager 1F1B,
   and branches: three stages read one and are summed on it; 8 micro-batches. Stages pause for 1.5 ms forward
@@ -27,7 +29,7 @@ keys of the result:
 * `elastic`: ranks and machines that are lost in jobs of `distgraph run --elastic`, in the campaign
   `tests/campaigns/elastic.py`; `recovery_seconds_max` is that from the signal to the end of the next step.
 
-With --quick: one speed, one model with two uniform plans, 8 pairs and two losses; some four minutes.
+With --quick: one speed, one model with two uniform plans, 8 pairs and two losses; some six minutes.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.safety import interval
-from benchmarks.support.networks import placement, searched_plans, uneven_shares
+from benchmarks.support.networks import gradient_overlap, placement, searched_plans, uneven_shares
 from benchmarks.support.networks import resharding as transfers
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -98,6 +100,14 @@ def resharding(quick: bool) -> Any:
     return rows
 
 
+def overlap(quick: bool) -> Any:
+    """Exposed time of gradient synchronisation."""
+    result = gradient_overlap.run(400, 8 if quick else 20, 50.0 if quick else 60.0)
+    keys = tuple(result["rows"][0])
+    show("overlap", keys, [[_text(row[key]) for key in keys] for row in result["rows"]])
+    return result
+
+
 def actors(quick: bool) -> Any:
     """Steps under actors over those in the recorded order."""
     module, pairs = "benchmarks.support.networks.actor_runs", "8" if quick else "30"
@@ -140,6 +150,7 @@ PARTS: dict[str, Callable[[bool], Any]] = {
     "plans": plans,
     "shares": shares,
     "resharding": resharding,
+    "overlap": overlap,
     "actors": actors,
     "elastic": elastic,
 }
@@ -169,7 +180,7 @@ def main() -> None:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--only", nargs="+", default=list(PARTS), choices=list(PARTS), help="parts")
-    parser.add_argument("--quick", action="store_true", help="less of everything, about four minutes")
+    parser.add_argument("--quick", action="store_true", help="less of everything, about six minutes")
     parser.add_argument("--json", type=Path, help="write the figures there")
     arguments = parser.parse_args()
     figures = {}
