@@ -36,6 +36,27 @@ def test_waiting_for_a_slower_machine_is_not_part_of_a_message() -> None:
     assert CoreSharing((1.0, 1.0, 2.0), machines=(0, 0, 2)).added_seconds(beside, [(0, 2)]) == 0.5
 
 
+def test_a_rank_that_computes_last_is_not_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What uses up the quota after a message is computed by one rank of two, with all of their core."""
+    clock = SimpleNamespace(wall=0.0, processor=0.0, ranks=2)
+
+    def product() -> None:
+        clock.processor += 1e-4
+        clock.wall += clock.ranks * 1e-4
+
+    def wait() -> None:
+        clock.wall += 0.03
+        clock.ranks = 1
+
+    clocks = {"perf_counter": lambda: clock.wall, "thread_time": lambda: clock.processor}
+    monkeypatch.setattr(shared_cores, "time", SimpleNamespace(**clocks))
+    monkeypatch.setattr(shared_cores, "_product", lambda: product)
+    last = under_work(lambda: SimpleNamespace(wait=wait), None, 1, 0.02, 0.01)
+    assert last.work == pytest.approx(0.03, abs=1e-3)
+    first = RunTime(last.seconds - last.work, 0.0, last.alone)
+    assert CoreSharing((2.0, 2.0)).added_seconds([last, first]) == pytest.approx(0.03, abs=1e-3)
+
+
 class Slept:
     """A message that takes 20 ms, all of it after the wait for it has begun."""
 
