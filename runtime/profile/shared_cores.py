@@ -39,7 +39,7 @@ MOST_WORK_SECONDS: Final = 0.25
 """Processor seconds of the products beside a message, at most: longer than most ops."""
 _WORK_EDGE: Final = 128  # rows and columns of the matrices that are multiplied as computation
 _MOST_RUNS: Final = 10  # behind computation, or beside it
-_INTERRUPTION: Final = 0.05  # of a period: shorter than that in which a quota of 0.9 cores is used up
+_INTERRUPTION: Final = 0.05  # of a period: a rank that is kept waiting for longer has used up its quota
 _PERIODS: Final = 3  # of a quota: the most for which a rank computes until its quota is used up
 _MINIMUM: Final = 1e-6  # seconds; lower bound of a difference of two noisy times
 
@@ -80,9 +80,9 @@ class CoreSharing:
 
     Attributes:
         shares: for each rank, the number of ranks on its core.
-        machines: for each rank, the first rank of its machine; by default all are on one.
         bound: whether this rank is bound to one core.
         period: seconds in which the control group of this rank may use its quota once; 0.0 without a quota.
+        machines: for each rank, the first rank of its machine; by default all are on one.
     """
 
     shares: tuple[float, ...] = (1.0,)

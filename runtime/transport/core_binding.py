@@ -1,7 +1,7 @@
 """Ranks of a machine that share CPU cores: how many share one, and binding each rank to one.
 
 Control groups of Linux may limit the processor time of this process, as containers do: such ranks share what
-the limit leaves (`cpu_quota`). Ranks that share cores leave them to each other while they wait (`Waiting`).
+the limit leaves (`cpu_quota`). A rank that waits leaves the quota to the others (`Waiting`).
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python -m benchmarks.support.networks.searched_plans [--json FILE] [--quick] [--network N]
                                                          [--only MODEL] [--minutes M] [--profile S]
 
-Machines are network namespaces of this computer (`benchmarks.support.machines`; needs root), each on a core
-of its own, of which it may use 0.9, so that the programs of the system have the rest: two machines of two
+Machines are network namespaces of this computer (`benchmarks.support.machines`; needs root), each bound to
+a core of which it may use 0.9 or less, so that the programs of the system have the rest: two machines of two
 ranks whose links have 100, 400 and 1,000 Mbit/s; then, at 400 Mbit/s, machines of 0.9 and 0.45 cores with two
 ranks and with one rank each, and of 0.9, 0.45 and 0.225 cores with one, of which the last two share a core.
 Two ranks of a machine share its core, so that one of them computes faster while the other waits; a rank alone

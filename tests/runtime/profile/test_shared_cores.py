@@ -28,12 +28,12 @@ def test_a_message_behind_work_takes_what_it_adds() -> None:
 def test_waiting_for_a_slower_machine_is_not_part_of_a_message() -> None:
     """The ranks of the second machine compute for 12 s, half as fast as those of the first; with 3 s each."""
     cores = CoreSharing((2.0, 2.0, 4.0, 4.0), machines=(0, 0, 2, 2))
-    found = [RunTime(13.0, 3.0), RunTime(13.5, 3.0), RunTime(13.0, 2.0), RunTime(13.0, 4.0)]
-    assert cores.added_seconds(found) == 1.5
+    across = [RunTime(13.0, 3.0), RunTime(13.5, 3.0), RunTime(13.0, 2.0), RunTime(13.0, 4.0)]
+    assert cores.added_seconds(across) == 1.5
     inside = [RunTime(7.0, 3.0), RunTime(8.0, 3.0), RunTime(12.5, 2.0), RunTime(12.5, 4.0)]
     assert cores.added_seconds(inside, [(0, 1), (2, 3)]) == 2.0
-    beside = [RunTime(5.0, alone=3.0), RunTime(0.0, alone=3.0), RunTime(7.0, alone=6.5)]
-    assert CoreSharing((1.0, 1.0, 2.0), machines=(0, 0, 2)).added_seconds(beside, [(0, 2)]) == 0.5
+    during = [RunTime(5.0, alone=3.0), RunTime(0.0, alone=3.0), RunTime(7.0, alone=6.5)]
+    assert CoreSharing((1.0, 1.0, 2.0), machines=(0, 0, 2)).added_seconds(during, [(0, 2)]) == 0.5
 
 
 def test_a_rank_that_computes_last_is_not_slower(monkeypatch: pytest.MonkeyPatch) -> None:
