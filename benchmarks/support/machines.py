@@ -44,6 +44,12 @@ _PROXY = "hydra_pmi_proxy"
 _CONNECT_SECONDS = 10.0
 _TRIED = f"dgtry{os.getpid()}"
 _OWN_CORES = "DISTGRAPH_MACHINES_OWN_CORES"  # in the environment of a job: see `Network`
+_SEGMENT_BYTES = 30_000
+"""Bytes that TCP gives to the link at once, less than the burst of the link (32 KiB).
+
+A network card cuts them into packets by itself. Of longer ones the kernel would cut the packets, on the core
+that computes: a sum of 4 MiB at 400 Mbit/s then takes 39 ms of the core's time, otherwise 13 ms.
+"""
 _PERIOD = 10_000  # microseconds in which a machine may use its share: short, so that steps vary little
 
 
@@ -233,6 +239,7 @@ def _up(machine: int, rate: str | None) -> None:
     _ip("-n", space, "link", "set", "lo", "up")
     if rate is not None:  # into the machine, and out of it
         shape = ("root", "tbf", "rate", rate, "burst", "256kbit", "latency", "100ms")
+        _ip("-n", space, "link", "set", "eth0", "gso_max_size", str(_SEGMENT_BYTES))
         _run("tc", "qdisc", "add", "dev", outside, *shape)
         _run("ip", "netns", "exec", space, "tc", "qdisc", "add", "dev", "eth0", *shape)
 

@@ -1,7 +1,7 @@
 """Ranks as processes: the MPI transport (mpi4py), host arrays.
 
 Collectives are written as non-blocking sends and receives, which make progress whenever the rank starts or
-waits for any operation. The reasons:
+waits for any operation, and between machines also while it computes (`ProgressThread`). The reasons:
 
 * Order. Contributions are added by position in the group, so the bits equal those of the in-process
   transport, and 16-bit floats are sent as 16 bits but accumulated in f32 (MPI has no type for either).
@@ -13,6 +13,9 @@ waits for any operation. The reasons:
 A waiting rank polls with `sched_yield`: where there are more ranks than cores, polling without it delays
 every message by milliseconds. After a while it sleeps between polls (`core_binding.Waiting`).
 
+MPI must allow calls from several threads (MPI_THREAD_MULTIPLE); mpi4py asks for that. Without it, messages
+move only while the rank calls the transport.
+
 A failing rank informs the others over a communicator of its own, waits for their failure reports and ends
 with exit code 1. The launcher ends the ranks that did not react.
 """
@@ -22,6 +25,7 @@ from __future__ import annotations
 import importlib
 import os
 import pickle
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -45,6 +49,7 @@ from distgraph.runtime.transport.mpi_collectives import TAG_BITS, Exchange, Step
 from distgraph.runtime.transport.mpi_failures import JobFailures
 from distgraph.runtime.transport.mpi_operation import Operation, WithStatus
 from distgraph.runtime.transport.process_arrangement import Arrangement
+from distgraph.runtime.transport.progress_thread import ProgressThread
 from distgraph.runtime.transport.transport import (
     Array,
     Group,
@@ -106,12 +111,17 @@ class MpiTransport:
         self._latest: dict[Group, Operation] = {}
         self._pending: list[Operation] = []
         self._tests = 0
+        self.lock = threading.RLock()
+        self._thread = ProgressThread(self._advance_beside, self.lock)
         self._last_progress = time.monotonic()
         machine = world.Split_type(self._mpi.COMM_TYPE_SHARED)
         self.binding = CoreBinding(machine)
         self._processes = machine.allgather((self._rank, os.getpid()))  # of this machine
         machine.Free()
-        self._exchange = Exchange(self._collectives, frozenset(self.machine_ranks))
+        self._near = frozenset(self.machine_ranks)
+        self._exchange = Exchange(self._collectives, self._near)
+        threads = self._mpi.Query_thread() == self._mpi.THREAD_MULTIPLE
+        self._unaided = self._near if threads else frozenset(self._everyone)  # peers
         self._waiting = Waiting.of(self.binding)
 
     @property
@@ -194,6 +204,7 @@ class MpiTransport:
             f"{self._activity.message_text(tag)}send to rank {dest} (tag {tag}, {data.nbytes} bytes)",
             steps(),
             need,
+            (dest,),
         )
 
     def recv(self, buffer: Array, source: int, tag: int) -> Request:
@@ -212,7 +223,7 @@ class MpiTransport:
                     text = f"rank {self.rank}: {what} got {received} bytes{here}"
                     raise RuntimeFault(f"{text}; the ranks run different programs")
 
-        return self._start(what, steps(), self._departures.message("recv", "send", source))
+        return self._start(what, steps(), self._departures.message("recv", "send", source), (source,))
 
     def barrier(self, group: Group | None = None) -> None:
         members = self._everyone if group is None else group
@@ -249,9 +260,15 @@ class MpiTransport:
 
     def progress(self) -> None:
         """Let all started operations make progress without blocking; raise if another rank failed."""
-        self._failures.check()
-        if self._pending:
-            self._pending = [operation for operation in self._pending if not operation.advance()]
+        with self.lock:
+            self._failures.check()
+            if self._pending:
+                self._pending = [operation for operation in self._pending if not operation.advance()]
+
+    def _advance_beside(self) -> bool:
+        """Advance all started operations while the rank computes. Returns whether any is not finished."""
+        self._pending = [operation for operation in self._pending if not operation.advance_beside()]
+        return bool(self._pending)
 
     def tested(self) -> None:
         """Note a test of an operation that is not complete: every 16th makes all others go on."""
@@ -354,11 +371,13 @@ class MpiTransport:
 
     def finalize(self) -> None:
         """End MPI; collective."""
+        self._thread.stop()
         if not self._mpi.Is_finalized():
             self._mpi.Finalize()
 
     def close(self) -> None:
         """Cancel unfinished operations and free the communicators; collective."""
+        self._thread.stop()
         for operation in self._pending:
             for request in operation.requests:
                 (request.request if isinstance(request, WithStatus) else request).Cancel()
@@ -380,16 +399,22 @@ class MpiTransport:
 
     # -- bookkeeping -------------------------------------------------------------------------------
 
-    def _start(self, what: str, steps: Steps, need: Need, previous: Operation | None = None) -> Operation:
-        self.progress()
-        operation = Operation(self, what, steps, previous, need)
-        if not operation.advance():
-            self._pending.append(operation)
+    def _start(
+        self, what: str, steps: Steps, need: Need, peers: Group, previous: Operation | None = None
+    ) -> Operation:
+        """Start an operation with peers; the thread helps those that are on other machines."""
+        with self.lock:
+            self.progress()
+            operation = Operation(self, what, steps, previous, need)
+            if not operation.advance():
+                self._pending.append(operation)
+                if not self._unaided.issuperset(peers):
+                    self._thread.wake()
         return operation
 
     def _start_collective(self, what: str, steps: Steps, group: Group) -> Operation:
         need, previous = self._departures.collective(group), self._latest.get(group)
-        self._latest[group] = self._start(what, steps, need, previous)
+        self._latest[group] = self._start(what, steps, need, group, previous)
         return self._latest[group]
 
     def _check_peer(self, what: str, peer: int, tag: int) -> None:

@@ -27,7 +27,17 @@ class Operation:
     with equal tags match in order.
     """
 
-    __slots__ = ("_need", "_steps", "_taken", "_transport", "finished", "previous", "requests", "what")
+    __slots__ = (
+        "_failure",
+        "_need",
+        "_steps",
+        "_taken",
+        "_transport",
+        "finished",
+        "previous",
+        "requests",
+        "what",
+    )
 
     def __init__(
         self, transport: MpiTransport, what: str, steps: Steps, previous: Operation | None, need: Need
@@ -36,10 +46,20 @@ class Operation:
         self._need = need
         self.requests: list[Any] = []
         self._taken = 0
+        self._failure: BaseException | None = None
         self.finished = False
 
     def advance(self) -> bool:
-        """Take every step that can be taken now. Returns whether the operation is finished."""
+        """Take every step that can be taken now, with the lock of the transport.
+
+        Returns: whether the operation is finished.
+
+        Raises:
+            RuntimeFault: a step failed, now or while the rank computed.
+        """
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
         while not self.finished:
             if self.requests and not self._transport.test_all(self.requests, self.what):
                 return False
@@ -56,11 +76,24 @@ class Operation:
                 self.finished = True
         return True
 
+    def advance_beside(self) -> bool:
+        """As `advance`, beside a computation of the rank: an error is raised when the rank advances it."""
+        if self._failure is None:
+            try:
+                return self.advance()
+            except Exception as error:  # noqa: BLE001 - of whatever kind, it belongs to the rank
+                self._failure = error
+        return False
+
     def done(self) -> bool:
-        if not self.finished and not self.advance():
-            self._transport.tested()
+        if not self.finished:
+            with self._transport.lock:
+                if not self.advance():
+                    self._transport.tested()
         return self.finished
 
     def wait(self) -> None:
-        if not self.advance():
-            self._transport.poll(self.advance, self.what, self._need)
+        if not self.finished:
+            with self._transport.lock:
+                if not self.advance():
+                    self._transport.poll(self.advance, self.what, self._need)

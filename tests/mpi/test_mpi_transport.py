@@ -15,6 +15,7 @@ from distgraph.errors import RuntimeFault
 from distgraph.runtime.launch.launch import current_transport
 from distgraph.runtime.transport.call_check import ASK_SECONDS, GRACE_SECONDS, LISTEN_SECONDS, CallCheck
 from distgraph.runtime.transport.mpi import MpiTransport
+from distgraph.runtime.transport.mpi_operation import Operation
 from distgraph.runtime.transport.transport import Transport
 
 pytestmark = pytest.mark.mpi
@@ -90,6 +91,44 @@ def test_long_messages_between_machines_go_in_parts(
     if transport.rank == 1:
         with pytest.raises(RuntimeFault, match=r"got 400000 bytes as a part of 800003; the ranks run"):
             transport.recv(np.zeros(300_001), 0, 7).wait()
+
+
+def wait_beside(happened: Callable[[], bool]) -> None:
+    """Sleep, as a rank that computes, without a call of the transport."""
+    deadline = time.monotonic() + 30
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_messages_between_machines_go_on_while_a_rank_computes(
+    transport: MpiTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if each rank were on a machine of its own; every sum has two steps, the second begun beside."""
+    monkeypatch.setattr(transport, "_unaided", frozenset())
+    everyone = tuple(range(transport.size))
+    buffers = [np.full(300_001, transport.rank + number, np.float32) for number in range(3)]
+    sums = [transport.all_reduce(buffer, "sum", everyone) for buffer in buffers]
+    assert all(isinstance(request, Operation) for request in sums)
+    wait_beside(lambda: all(request.finished for request in sums))  # type: ignore[attr-defined]
+    for number, (request, buffer) in enumerate(zip(sums, buffers, strict=True)):
+        request.wait()
+        np.testing.assert_array_equal(buffer, sum(rank + number for rank in everyone))
+
+
+def test_an_error_beside_a_computation_is_raised_when_the_rank_waits(
+    transport: MpiTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport, "_unaided", frozenset())
+    if transport.rank == 0:
+        time.sleep(0.05)  # the receive has begun
+        transport.send(np.zeros(3), 1, 5).wait()
+    if transport.rank == 1:
+        request = transport.recv(np.zeros(4), 0, 5)
+        assert isinstance(request, Operation)
+        wait_beside(lambda: request._failure is not None)
+        with pytest.raises(RuntimeFault, match=r"got 24 bytes; the ranks run different programs"):
+            request.wait()
 
 
 def test_a_wait_without_progress_ends(transport: MpiTransport) -> None:
