@@ -32,7 +32,7 @@ from distgraph.ir.sharding_spec import DistAttr, ShardSpec
 
 Dims = tuple[tuple[str, ...], ...]
 Traffic = Literal["ring", "pairs", "tiles", "none"]
-ResultMemory = Literal["new", "operand", "replaced"]
+ResultMemory = Literal["new", "operand", "part", "replaced"]
 Fusible = Literal["", "block", "pieces"]
 SplitRule = Literal["", "leads_to", "worth_scattering", "worth_slicing"]
 P = ParamSpec("P")
@@ -169,7 +169,8 @@ class Collective:
         packed: "operand" or "result" -> the attribute that names a dim. That block is copied into contiguous
             memory unless all dims before it have length 1.
         result_memory: where the result is written. "new": in newly allocated memory. "operand": in the memory
-            of the operand, if nothing else reads it. "replaced": also in that of the parameter it replaces.
+            of the operand, if nothing else reads it. "part": also where it is in the operand.
+            "replaced": also in that of the parameter it replaces.
         view: whether the result aliases the operand's memory (see `OpDef.view`); only where nothing is sent.
         fusible: whether and how one message may carry several tensors, in an op with several operands and one
             result for each of them. "block": the transport gets one flat block of memory. "pieces": the call

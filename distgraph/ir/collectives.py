@@ -359,6 +359,7 @@ for _collective in (
         parameters=("dim", "sizes", "reduction", "group"),
         arguments=_scatter_arguments,
         packed={"operand": "dim"},
+        result_memory="part",
         fusible="pieces",
     ),
     Collective("permute", _larger_block, "tiles", steps=_permutes, tie_break=1.25e-3),

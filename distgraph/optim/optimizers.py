@@ -328,8 +328,10 @@ def clip_by_global_norm(grads: Sequence[Tensor], limit: float) -> list[Tensor]:
 def shard_states(mesh: ProcessMesh, axis: str) -> StateSpec:
     """Split every state over one axis of a mesh, in addition to the axes of its parameter, as in ZeRO.
 
-    The dim with the longest blocks is split. States that are too small for that get no annotation, nor do
-    those whose parameter is stored on another mesh without this axis (another pipeline stage).
+    The first dim that gives equal parts is split, because the parts of the first dims are consecutive in
+    memory; where none does, the dim with the longest blocks. States that are too small for that get no
+    annotation, nor do those whose parameter is stored on another mesh without this axis (another pipeline
+    stage).
 
     Raises:
         GraphError: the mesh has no such axis.
@@ -348,10 +350,12 @@ def shard_states(mesh: ProcessMesh, axis: str) -> StateSpec:
             return None
         if not any(axis in dim for dim in dims):
             blocks = [n // state_mesh.units(dim) for n, dim in zip(shape, dims, strict=True)]
-            if max(blocks, default=0) < state_mesh.units((axis,)):
+            parts = state_mesh.units((axis,))
+            if max(blocks, default=0) < parts:
                 return None
             longest = blocks.index(max(blocks))
-            dims = tuple((*dim, axis) if d == longest else dim for d, dim in enumerate(dims))
+            split = next((d for d, n in enumerate(blocks) if n >= parts and n % parts == 0), longest)
+            dims = tuple((*dim, axis) if d == split else dim for d, dim in enumerate(dims))
         return DistAttr(state_mesh, ShardSpec(dims), Origin("user", where))
 
     return spec

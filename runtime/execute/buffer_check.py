@@ -239,9 +239,9 @@ class CheckedTransport:
     def reduce_scatter(
         self, send: Array, recv: Array, counts: Sequence[int], op: str, group: Group
     ) -> Request:
-        what = f"is reduced in group {group}"
-        unchanged, (result, copy_result) = self._unchanged(send, what), self._separate_result(recv, what)
-        request = self._transport.reduce_scatter(send, result, counts, op, group)
+        what, sent = f"is reduced in group {group}", send.copy()  # the result may be a part of it
+        (result, copy_result), unchanged = self._separate_result(recv, what), self._unchanged(send, what)
+        request = self._transport.reduce_scatter(sent, result, counts, op, group)
         return _Checked([request], unchanged, copy_result)
 
     def all_to_all(

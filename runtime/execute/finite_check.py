@@ -117,6 +117,8 @@ class FiniteCheck:
             if name in program.types and name in storage.slots:
                 root = storage.slots[name].root
                 block = arena.fixed[root]
+                if (part := storage.parts.get(name)) is not None:
+                    block = block.reshape(program.types[part.whole][0])[part.where]
                 self._blocks.append((label, block))
                 flat = _squarable(block)
                 whole = block.size == math.prod(program.types[name][0])  # the block has no other values

@@ -22,11 +22,12 @@ from distgraph.runtime.execute.buffer_check import BufferCheck, CheckedWriter, c
 from distgraph.runtime.execute.finite_check import FiniteCheck, Guard
 from distgraph.runtime.execute.recorder import Recorder
 from distgraph.runtime.program.allocation import allocate
-from distgraph.runtime.program.codegen import Writer, WriterType, compile_task
+from distgraph.runtime.program.codegen import Writer
 from distgraph.runtime.program.compiled_task import Arena, CompiledTask
 from distgraph.runtime.program.loop_plan import plan_loops
 from distgraph.runtime.program.loop_runner import build_loops
 from distgraph.runtime.program.memory_plan import plan_storage
+from distgraph.runtime.program.task_compiler import WriterType, compile_task
 from distgraph.runtime.schedule.actor_group import ActorPlan
 from distgraph.runtime.schedule.task import UPDATES
 from distgraph.runtime.schedule.task_order import Schedule

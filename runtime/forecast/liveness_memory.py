@@ -24,6 +24,7 @@ from distgraph.ir.op_registry import lookup
 from distgraph.passes.partition import LocalOp, LocalTask, RankProgram
 from distgraph.resources.runtimes.runtime_model import Memory
 from distgraph.runtime.forecast.memory_forecast import RankMemory
+from distgraph.runtime.program.memory_plan import planned
 from distgraph.runtime.program.storage import Storage, nbytes
 
 STREAMS = ("memory", "lookup")
@@ -43,6 +44,8 @@ def liveness_memory(program: RankProgram, storage: Storage, order: Order, rules:
 
 class _Ledger:
     def __init__(self, program: RankProgram, storage: Storage, order: Order, rules: Memory) -> None:
+        if storage.parts:  # others keep what they have reduced and scattered in memory of its own
+            storage = planned(program, in_parts=False).storage
         self.program, self.storage, self.order, self.rules = program, storage, order, rules
         self.alive: dict[tuple[str, frozenset[str]], int] = {}  # (writer, readers) -> micro-batches in flight
         self.producers = program.graph.producers

@@ -69,7 +69,10 @@ def read_losses(folder: Path) -> list[Loss]:
         lines = (folder / _LOSSES).read_text().splitlines()
     except OSError:
         return []
-    losses = [Loss(**json.loads(line)) for line in lines]
+    losses = []
+    for line in lines:
+        with suppress(ValueError):  # half of a line, which another host is writing
+            losses.append(Loss(**json.loads(line)))
     by_rank = {loss.rank: loss for loss in reversed(losses) if loss.rank is not None}
     return [*by_rank.values(), *(loss for loss in losses if loss.rank is None)]
 

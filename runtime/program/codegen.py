@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import functools
-import linecache
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -25,8 +24,7 @@ from distgraph.ir.graph import Op
 from distgraph.ir.op_registry import lookup
 from distgraph.ir.printer import name_text
 from distgraph.passes.partition import LocalOp, LocalTask, RankProgram
-from distgraph.runtime.program.code_cache import shared_code
-from distgraph.runtime.program.compiled_task import Arena, CompiledTask
+from distgraph.runtime.program.compiled_task import Arena
 from distgraph.runtime.program.identifiers import Identifiers, commented, literal
 from distgraph.runtime.program.storage import Storage, in_one_block, is_fused, is_started
 from distgraph.runtime.transport import collectives
@@ -99,7 +97,7 @@ class Writer:
             self.line(f"{name} = {rings}[m % {len(self.arena.rings[slot.root])}]")
         elif slot.kind == "view":
             local = self.maker(value)
-            self.view(local, self.read(self.view_source(local)), name)
+            self.view(local, self.read(self.view_source(local, value)), name, value)
         else:
             raise AssertionError(f"%{value} has no memory in this task")
         return name
@@ -120,19 +118,19 @@ class Writer:
     def maker(self, value: str) -> LocalOp:
         return self.makers[value]
 
-    def view_source(self, local: LocalOp) -> str:
-        """The operand whose memory a view or an in-place op uses."""
-        root = self.storage.slots[local.op.results[0].name].root
+    def view_source(self, local: LocalOp, result: str) -> str:
+        """The operand whose memory a view or an in-place op uses for a result."""
+        root = self.storage.slots[result].root
         for operand in local.op.operands:
             if operand.name in self.storage.slots and self.storage.slots[operand.name].root == root:
                 return operand.name
         return root
 
-    def view(self, local: LocalOp, source: str, name: str) -> None:
-        """Bind or compute a view."""
-        op = local.op
-        if local.mode == "comm.slice":
-            where = local.attrs["slices"]
+    def view(self, local: LocalOp, source: str, name: str, value: str) -> None:
+        """Bind or compute a view: the value, or the part of an operand that a collective reduces."""
+        op, part = local.op, self.storage.parts.get(value)
+        if part is not None or local.mode == "comm.slice":
+            where = local.attrs["slices"] if part is None else part.where
             expression = f"{source}[{self.bind(f'slices_{name}', where)}]"
             apply: Callable[[Any], Any] = operator.itemgetter(where)
         elif local.mode == "compute" and lookup(op.kind).view:
@@ -270,12 +268,13 @@ class Writer:
         op, attrs = local.op, local.attrs
         source = self.read(op.operands[0].name)
         slots = self.storage.slots
-        in_place = slots[op.result.name].root == slots[op.operands[0].name].root
+        whole = local.collective is not None and local.collective.result_memory == "operand"
+        in_place = whole and slots[op.result.name].root == slots[op.operands[0].name].root
         if in_place:
             target = self.name(op.result.name)
             self.ready.add(op.result.name)
         else:
-            target = self.target(op.result.name)
+            target = self.result_of(op, 0)
         if local.mode == "exchange":
             rank = self.program.rank
             sends = (*attrs["sends"], *((rank, s) for s, _ in attrs["copies"]))
@@ -319,12 +318,17 @@ class Writer:
         op, declared = local.op, local.collective
         assert declared is not None
         sources = ", ".join(self.read(value.name) for value in op.operands)
-        targets = ", ".join(self.target(value.name) for value in op.results)
+        targets = ", ".join(self.result_of(op, position) for position in range(len(op.results)))
         arguments = [self.argument(op, name, local.attrs[name]) for name in declared.parameters]
         function = f"{declared.name}_pieces"
         start = self.bind(f"{function}_start", collectives.CALLS[function])
         call = ", ".join((self.comm(op.name), f"({sources})", *arguments, f"({targets})", *self.wire(op)))
         self.line(f"{self.work(op.name)} = {start}({call})", op)
+
+    def result_of(self, op: Op, position: int) -> str:
+        """Name of the buffer for a result of a collective, which may be a part of the operand's."""
+        result = op.results[position].name
+        return self.read(result) if result in self.storage.parts else self.target(result)
 
     def wire(self, op: Op) -> list[str]:
         """The argument of a collective whose messages are narrower than its tensors."""
@@ -464,36 +468,3 @@ class Writer:
                 call = f"{start}({comm}, None, (), {recvs}, {target}, {self.tag(local.attrs)})"
                 self.line(f"pending[{literal(name)}, m] = {call}")
         return self.lines or ["    pass"]
-
-
-WriterType = Callable[[RankProgram, Storage, Arena, Transport | None, Any], Writer]
-
-
-def compile_task(
-    task: LocalTask,
-    program: RankProgram,
-    storage: Storage,
-    arena: Arena,
-    transport: Transport | None,
-    xp: Any,
-    writer_type: WriterType = Writer,
-) -> CompiledTask:
-    """Generate and compile the three functions of a task."""
-    writer = writer_type(program, storage, arena, transport, xp)
-    names = {suffix: writer.identifiers.once(f"{task.name}_{suffix}") for suffix in ("post", "body", "last")}
-    parts = [f"# task {commented(task.name)} of rank {program.rank}"]
-    repeated = task.per_micro and program.graph.micro_batches > 1  # otherwise every run is the last one
-    for suffix, lines in (
-        ("post", writer.post(task)),
-        *([("body", writer.function(task, last=False))] if repeated else []),
-        ("last", writer.function(task, last=True)),
-    ):
-        parts.append(f"def {names[suffix]}(m):\n" + "\n".join(lines))
-    source = "\n\n\n".join(parts) + "\n"
-    filename = f"<distgraph rank {program.rank} {commented(task.name)}>"
-    # tracebacks show the lines of the source
-    linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
-    exec(shared_code(program.parts, source, filename), writer.bound)
-    last = writer.bound[names["last"]]
-    post, body = writer.bound[names["post"]], writer.bound.get(names["body"], last)
-    return CompiledTask(task.name, post, body, last, source, writer.bound)

@@ -24,10 +24,11 @@ from distgraph.ir.dtypes import to_numpy
 from distgraph.ir.loops import CARRY, ITEM, TURN
 from distgraph.ops.control.structured_loops import MAX_TURNS
 from distgraph.runtime.program.allocation import allocate
-from distgraph.runtime.program.codegen import Writer, compile_task
+from distgraph.runtime.program.codegen import Writer
 from distgraph.runtime.program.compiled_task import Arena
 from distgraph.runtime.program.identifiers import literal
 from distgraph.runtime.program.loop_plan import BodyPlan, LoopPlan, aligned
+from distgraph.runtime.program.task_compiler import compile_task
 from distgraph.runtime.transport.transport import Transport
 
 

@@ -18,15 +18,23 @@ from distgraph.errors import RuntimeFault
 from distgraph.ir.op_registry import lookup
 from distgraph.passes.partition import LocalOp, LocalTask, RankProgram
 from distgraph.runtime.program.memory_packing import Block, pack_once
+from distgraph.runtime.program.parts_of_values import outliving_slices, reduced_parts
 from distgraph.runtime.program.ring_buffer_sizes import RankClocks, outstanding, rank_clocks, window
-from distgraph.runtime.program.storage import Place, Slot, Storage, in_one_block, is_fused, is_started, nbytes
+from distgraph.runtime.program.storage import (
+    Part,
+    Place,
+    Slot,
+    Storage,
+    in_one_block,
+    is_fused,
+    is_started,
+    nbytes,
+)
 from distgraph.runtime.schedule.actor_group import AliveLimits
 from distgraph.runtime.schedule.task_order import Schedule
 
 _ALIGN = 64
 _NO_LIMIT = 1 << 30
-_MIN_FREED_BYTES = 2**20
-"""A slice is copied only if that frees at least this much memory, since a copy takes time."""
 
 
 def plan_storage(program: RankProgram, schedule: Schedule, limits: AliveLimits | None = None) -> Storage:
@@ -46,13 +54,18 @@ def plan_storage(program: RankProgram, schedule: Schedule, limits: AliveLimits |
     return storage
 
 
-def planned(program: RankProgram) -> StoragePlan:
-    """The storage of every value, except the numbers of buffers in rings."""
+def planned(program: RankProgram, *, in_parts: bool = True) -> StoragePlan:
+    """The storage of every value, except the numbers of buffers in rings.
+
+    Args:
+        program: the program of the rank.
+        in_parts: whether what is reduced and scattered may stay where it is in the operand.
+    """
     plan = StoragePlan(program)
     plan.visit()
-    copied = plan.outliving()
-    if copied:
-        plan = StoragePlan(program, copied)
+    copied, parts = outliving_slices(plan), reduced_parts(plan) if in_parts else {}
+    if copied or parts:
+        plan = StoragePlan(program, copied, parts)
         plan.visit()
     plan.join_accumulates()
     plan.find_waits()
@@ -71,14 +84,19 @@ def planned(program: RankProgram) -> StoragePlan:
 class StoragePlan:
     """The part of the storage plan that does not depend on the order of the tasks; see `planned`."""
 
-    def __init__(self, program: RankProgram, copied: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        program: RankProgram,
+        copied: frozenset[str] = frozenset(),
+        parts: Mapping[str, Part] | None = None,
+    ) -> None:
         self.program = program
         self.tasks = {task.name: task for task in program.tasks}
         self.copied = copied  # slices with memory of their own
         self.viewed: dict[str, LocalOp] = {}  # view -> op that makes it
         self.slots: dict[str, Slot] = {}
         self.aliases: dict[str, list[str]] = {}  # root -> values in its memory
-        self.storage = Storage(self.slots)
+        self.storage = Storage(self.slots, parts=dict(parts or {}))
         self.made: dict[str, Place] = {}  # value -> place of its op
         self.uses: dict[str, list[Place]] = {}  # root -> places that read or write its memory
         self.readers: dict[str, list[Place]] = {}  # value -> places that read it
@@ -147,6 +165,8 @@ class StoragePlan:
             joined = in_one_block(local) and self._is_part_of_fused(operand)
             fits = self.is_only_reader(operand) and not joined
             return (self.slots[operand].root, True) if fits else None
+        if op.results[position].name in self.storage.parts:
+            return self.slots[op.operands[position].name].root, True
         if position > 0:
             return None
         view = lookup(op.kind).view if declared is None else declared.view
@@ -168,32 +188,6 @@ class StoragePlan:
 
     def _fused_roots(self) -> set[str]:
         return {self.slots[name].root for names in self.storage.fused.values() for name in names}
-
-    def outliving(self) -> frozenset[str]:
-        """Slices to copy because as views they would keep all of a large value alive after its task."""
-        slices: set[str] = set()
-        for root, names in self.aliases.items():
-            if self.slots[root].kind == "source" or root not in self.made:
-                continue
-            read_later = [name for name in names if self._leaves(name, self.made[root][0])]
-            cut = {self._slice_of(name) for name in read_later}
-            copies = sum(nbytes(self.program, name) for name in cut if name)
-            if "" not in cut and nbytes(self.program, root) - copies >= _MIN_FREED_BYTES:
-                slices |= cut
-        return frozenset(slices)
-
-    def _leaves(self, name: str, task: str) -> bool:
-        """Whether a value is read in another task, or sent."""
-        return any(
-            place[0] != task or place in self.sending
-            for place in (*self.readers.get(name, ()), *self.copies.get(name, ()))
-        )
-
-    def _slice_of(self, name: str) -> str:
-        """The nearest slice among a view and the values that it is a view of; "" where there is none."""
-        while name in self.viewed and self.viewed[name].mode != "comm.slice":
-            name = self.viewed[name].op.operands[0].name
-        return name if name in self.viewed else ""
 
     def is_only_reader(self, operand: str) -> bool:
         """Whether nothing else reads the memory of an operand, so that a collective may work in place."""

@@ -13,12 +13,20 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import NamedTuple
 
 from distgraph.ir.dtypes import itemsize
 from distgraph.passes.partition import LocalOp, RankProgram
 
 Place = tuple[str, int]
 """(task name, number of the op in the task)."""
+
+
+class Part(NamedTuple):
+    """Where a value is in the memory of another one: the other one's name, and slices of it."""
+
+    whole: str
+    where: tuple[slice, ...]
 
 
 @dataclass(slots=True)
@@ -57,6 +65,8 @@ class Storage:
             is alive.
         fused: name of a collective of several tensors in one block -> its results, whose roots have one block
             of memory in this order: it is what the transport gets.
+        parts: result of a reduce_scatter that has no memory of its own -> where it is in the operand; its
+            root is that of the operand.
     """
 
     slots: dict[str, Slot]
@@ -69,6 +79,7 @@ class Storage:
     sent: frozenset[str] = frozenset()
     lives: dict[str, frozenset[str]] = field(default_factory=dict)
     fused: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    parts: dict[str, Part] = field(default_factory=dict)
 
     def started_by(self, program: RankProgram) -> dict[str, str]:
         """Result of a collective -> name of the op that starts it, which is what tasks wait for."""

@@ -22,6 +22,7 @@ with exit code 1. The launcher ends the ranks that did not react.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import pickle
@@ -253,8 +254,10 @@ class MpiTransport:
     def leave(self) -> None:
         """Announce that this rank has reached the end of its script, and wait until all ranks have."""
         self.enter(END)
+        self.progress()
         requests = [self._control.Ibarrier(), *self._departures.announce()]
         self.poll(lambda: self.test_all(requests, "end") and self._departures.all_received(), "end")
+        self._thread.stop()
 
     # -- progress, failure, end --------------------------------------------------------------------
 
@@ -262,13 +265,26 @@ class MpiTransport:
         """Let all started operations make progress without blocking; raise if another rank failed."""
         with self.lock:
             self._failures.check()
-            if self._pending:
-                self._pending = [operation for operation in self._pending if not operation.advance()]
+            for failed in self._advance_all():
+                self.forget(failed)
+                failed.advance()  # raises its error
+
+    def _advance_all(self) -> list[Operation]:
+        """Advance all started operations and forget those that are finished. Returns those that failed."""
+        for operation in self._pending:
+            with contextlib.suppress(Exception):  # the operation keeps it
+                operation.advance()
+        self._pending = [operation for operation in self._pending if not operation.finished]
+        return [operation for operation in self._pending if operation.ended]
 
     def _advance_beside(self) -> bool:
-        """Advance all started operations while the rank computes. Returns whether any is not finished."""
-        self._pending = [operation for operation in self._pending if not operation.advance_beside()]
-        return bool(self._pending)
+        """Advance all started operations while the rank computes. Returns whether it helps to go on."""
+        self._advance_all()
+        return any(operation.far and not operation.ended for operation in self._pending)
+
+    def forget(self, operation: Operation) -> None:
+        """Advance an operation no more."""
+        self._pending = [other for other in self._pending if other is not operation]
 
     def tested(self) -> None:
         """Note a test of an operation that is not complete: every 16th makes all others go on."""
@@ -405,10 +421,11 @@ class MpiTransport:
         """Start an operation with peers; the thread helps those that are on other machines."""
         with self.lock:
             self.progress()
-            operation = Operation(self, what, steps, previous, need)
+            far = not self._unaided.issuperset(peers)
+            operation = Operation(self, what, steps, previous, need, far=far)
             if not operation.advance():
                 self._pending.append(operation)
-                if not self._unaided.issuperset(peers):
+                if far:
                     self._thread.wake()
         return operation
 

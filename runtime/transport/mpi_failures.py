@@ -19,6 +19,7 @@ from distgraph.runtime.transport.departed_ranks import Departures
 
 _FAILURE, _ACKNOWLEDGE = 0, 1  # tags of the control communicator
 _JOB_LOOK_SECONDS: Final = 0.01
+_LOSS_LOOK_SECONDS: Final = 0.1
 _FOLLOW_SECONDS: Final = 0.5  # in which the failing rank prints its error first
 
 
@@ -85,12 +86,14 @@ class JobFailures:
         message += f"rank {self._rank} failed: {type(error).__name__}: {error}".encode()
         others = [rank for rank in range(self._size) if rank != self._rank]
         sends = [self._control.Isend(message, rank, _FAILURE) for rank in others]
-        folder = elastic_folder()
-        silent = set(others) - {loss.rank for loss in (read_losses(folder) if folder is not None else ())}
+        silent, looked = set(others) - _lost(), time.monotonic()
         while silent and time.monotonic() < deadline:
             silent -= {rank for rank in silent if self._has_answered(rank)}
+            if time.monotonic() - looked > _LOSS_LOOK_SECONDS:
+                silent, looked = silent - _lost(), time.monotonic()
             time.sleep(0.005)
         del sends
+        self._note_report()
         time.sleep(
             0.1
         )  # the launcher must read the others' output from its pipes before it sees this rank end
@@ -107,12 +110,21 @@ class JobFailures:
         until = time.monotonic() + seconds
         if self._failure is not None and self._failure[0] is not None:
             self._sends = [self._control.Isend(bytearray([code & 255]), self._failure[0], _ACKNOWLEDGE)]
-        elif self._job is not None:
-            (self._job / f"reported.{self._rank}").touch()
+        self._note_report()
         while time.monotonic() < until:
             self._control.Iprobe(self._mpi.ANY_SOURCE, _FAILURE)
             time.sleep(0.01)
         self.end(code)
+
+    def _note_report(self) -> None:
+        """Note for the supervisor of a killed rank that this one has said why it stops.
+
+        A rank that fails by itself may have failed because of the killed one, before its supervisor saw that:
+        MPI refuses to read the memory of a process that has gone.
+        """
+        if self._job is not None:
+            with contextlib.suppress(OSError):  # the launcher has removed the folder
+                (self._job / f"reported.{self._rank}").touch()
 
     def _code_of_departed(self) -> int:
         """Exit code of the ranks that have departed, as they sent it; 1 if it would mean success."""
@@ -138,3 +150,9 @@ class JobFailures:
     def _has_answered(self, rank: int) -> bool:
         """Whether a rank has acknowledged the failure of this one, or has failed by itself."""
         return any(self._control.Iprobe(rank, tag) for tag in (_ACKNOWLEDGE, _FAILURE))
+
+
+def _lost() -> set[int | None]:
+    """Ranks that an elastic job has lost by now."""
+    folder = elastic_folder()
+    return set() if folder is None else {loss.rank for loss in read_losses(folder)}

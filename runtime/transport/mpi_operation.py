@@ -25,6 +25,9 @@ class Operation:
 
     The operations of one group take their steps in the order in which they were started, so that messages
     with equal tags match in order.
+
+    Attributes:
+        far: whether it has peers on other machines, so that it is advanced while the rank computes.
     """
 
     __slots__ = (
@@ -33,6 +36,7 @@ class Operation:
         "_steps",
         "_taken",
         "_transport",
+        "far",
         "finished",
         "previous",
         "requests",
@@ -40,10 +44,17 @@ class Operation:
     )
 
     def __init__(
-        self, transport: MpiTransport, what: str, steps: Steps, previous: Operation | None, need: Need
+        self,
+        transport: MpiTransport,
+        what: str,
+        steps: Steps,
+        previous: Operation | None,
+        need: Need,
+        *,
+        far: bool,
     ) -> None:
         self._transport, self.what, self._steps, self.previous = transport, what, steps, previous
-        self._need = need
+        self._need, self.far = need, far
         self.requests: list[Any] = []
         self._taken = 0
         self._failure: BaseException | None = None
@@ -55,45 +66,57 @@ class Operation:
         Returns: whether the operation is finished.
 
         Raises:
-            RuntimeFault: a step failed, now or while the rank computed.
+            RuntimeFault: a step failed, now or before.
         """
         if self._failure is not None:
-            failure, self._failure = self._failure, None
-            raise failure
-        while not self.finished:
-            if self.requests and not self._transport.test_all(self.requests, self.what):
+            raise self._failure
+        try:
+            while not self.finished and self._take_step():
+                pass
+        except Exception as error:
+            self._failure = error
+            raise
+        return self.finished
+
+    def _take_step(self) -> bool:
+        """Take the next step if it can be taken now; returns whether it could."""
+        if self.requests and not self._transport.test_all(self.requests, self.what):
+            return False
+        if self.previous is not None:
+            if not self.previous.finished and self.previous._taken <= self._taken:
                 return False
-            if self.previous is not None:
-                if not self.previous.finished and self.previous._taken <= self._taken:
-                    return False
-                if self.previous.finished:
-                    self.previous = None
-            self._taken += 1
-            try:
-                self.requests = next(self._steps)
-            except StopIteration:
-                self.requests = []
-                self.finished = True
+            if self.previous.finished:
+                self.previous = None
+        self._taken += 1
+        try:
+            self.requests = next(self._steps)
+        except StopIteration:
+            self.requests = []
+            self.finished = True
         return True
 
-    def advance_beside(self) -> bool:
-        """As `advance`, beside a computation of the rank: an error is raised when the rank advances it."""
-        if self._failure is None:
-            try:
-                return self.advance()
-            except Exception as error:  # noqa: BLE001 - of whatever kind, it belongs to the rank
-                self._failure = error
-        return False
+    @property
+    def ended(self) -> bool:
+        """Whether it is finished or has failed."""
+        return self.finished or self._failure is not None
 
     def done(self) -> bool:
         if not self.finished:
             with self._transport.lock:
-                if not self.advance():
+                if not self._advance_or_forget():
                     self._transport.tested()
         return self.finished
 
     def wait(self) -> None:
         if not self.finished:
             with self._transport.lock:
-                if not self.advance():
-                    self._transport.poll(self.advance, self.what, self._need)
+                if not self._advance_or_forget():
+                    self._transport.poll(self._advance_or_forget, self.what, self._need)
+
+    def _advance_or_forget(self) -> bool:
+        """As `advance`; an operation that fails tells the rank so here, and no other call does."""
+        try:
+            return self.advance()
+        except Exception:
+            self._transport.forget(self)
+            raise

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 _PERIOD: Final = 0.001
 """Seconds between two looks at the messages."""
-_IDLE_LOOKS: Final = 20
+_IDLE_LOOKS: Final = 5
 """Looks without messages before the thread waits to be woken; waking it for every message costs more."""
 
 
@@ -43,8 +43,13 @@ class ProgressThread:
             return
         self._woken.set()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="distgraph-progress", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="distgraph-progress", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # no more threads are allowed here; messages move in calls of the rank
+                self._stopped = True
+            else:
+                self._thread = thread
 
     def stop(self) -> None:
         """End the thread and wait for its end. The caller must not hold the lock."""

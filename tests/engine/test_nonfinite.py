@@ -320,3 +320,32 @@ def test_ranks_with_the_same_gradients_read_disjoint_parts_that_cover_them() -> 
             for _, block in check._blocks:
                 block.reshape(-1)[...] = 0
     assert readers == {0: [0], 150_000: [0], 150_550: [1], 301_100: [1]}
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+def test_a_rank_reads_its_part_of_gradients_that_it_keeps_whole(micro: int) -> None:
+    """Under ZeRO-1 the rest of the memory holds sums of its own that are not reduced; others read those."""
+
+    class Square(nn.Module):
+        def __init__(self) -> None:
+            self.fc = nn.Linear(12, 12)
+
+        def forward(self, x: dg.Tensor, t: dg.Tensor) -> dg.Tensor:
+            return ops.mean((self.fc(x) - t) ** 2)
+
+    strategy = dg.Strategy(
+        mesh=dg.ProcessMesh.grid(dp=2), batch_axis="dp", zero=1, micro_batches=micro, nonfinite="skip"
+    )
+    trained = dg.Engine(Square(), optimizer=optim.Adam(lr=0.01), strategy=strategy)
+    rng = np.random.default_rng(0)
+    x, t = rng.random((4, 12), "f4"), rng.random((4, 12), "f4")
+    trained.run((x, t))
+    (program,) = trained._session.programs.values()
+    workers = [program.workers[rank] for rank in range(2)]
+    for worker in workers:
+        assert worker.check is not None
+        sizes = {label: block.size for label, block in worker.check._blocks}
+        assert (sizes["gradient of fc.weight"], sizes["gradient of fc.bias"]) == (72, 6)
+    x[:, 0] = np.inf  # makes row 0 of the weight's gradient infinite, which is a part of rank 0
+    trained.run((x, np.nan_to_num(t)))
+    assert all(worker.check is not None and not worker.check.passed for worker in workers)

@@ -19,8 +19,8 @@ from distgraph.ir.reference_interpreter import interpret
 from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
 from distgraph.passes.pass_pipeline import run_passes
 from distgraph.plan.strategy import Strategy
-from distgraph.runtime.program.codegen import compile_task
 from distgraph.runtime.program.identifiers import Identifiers, commented, literal
+from distgraph.runtime.program.task_compiler import compile_task
 
 MERGED = (("\u03bc", "\u00b5"), ("\ufb01", "fi"), ("K", "\u212a"), ("\u017f", "s"))  # one after normalisation
 GRID = ProcessMesh.grid(dp=2, tp=2)

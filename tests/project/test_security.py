@@ -29,7 +29,7 @@ DANGEROUS = {
 }  # fmt: skip
 HIDDEN = {"load", "loads", "system", "popen", "Popen", "run"}
 ALLOWED = {
-    "runtime/program/codegen.py": {"exec", "compile"},  # the program of a rank, from the compiled graph
+    "runtime/program/task_compiler.py": {"exec", "compile"},  # the program of a rank, from the compiled graph
     "runtime/program/code_cache.py": {
         "compile"
     },  # the same programs, compiled once for ranks with equal ones

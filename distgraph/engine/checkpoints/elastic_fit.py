@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 _calls: Final = itertools.count()
 """Number of the next call of `fit` in this process."""
+_RECORDED_SECONDS: Final = 1.0
+"""Seconds after an error in which the loss that has caused it is recorded, if one has."""
 _SHARED_SECONDS: Final = 10.0
 """Seconds in which a file that one host has written must be there for the others."""
 
@@ -297,8 +299,18 @@ class ElasticFit(Callback):
         trace: TracebackType | None,
     ) -> None:
         """Where other ranks were lost: write what this one has in memory, for the next start."""
-        if self.folder is not None and isinstance(error, RuntimeFault) and read_losses(self.folder):
+        if self.folder is not None and isinstance(error, RuntimeFault) and self._has_lost_ranks():
             self._write_memory()
+
+    def _has_lost_ranks(self) -> bool:
+        """Whether ranks were lost. MPI may tell of the loss sooner than the process that records it."""
+        assert self.folder is not None
+        deadline = time.monotonic() + _RECORDED_SECONDS
+        while not read_losses(self.folder):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.02)
+        return True
 
     def _memory_folder(self) -> Path:
         return self._place / f"memory-{self._state[0]:012d}"

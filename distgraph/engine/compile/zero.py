@@ -1,8 +1,9 @@
 """ZeRO: layouts of states and parameters that are split over the ranks which share the batch.
 
 The first completion says where every tensor is stored and which axes split the batch. Where a state (and at
-level 3 a parameter) is not split over these axes, they split its longest dim, and the program is completed
-again with these annotations and the layouts of all activations, so that it computes as before.
+level 3 a parameter) is not split over these axes, they split one of its dims (see `shard_states`). Then the
+program is completed again with these annotations and the layouts of all activations, so that it computes as
+before.
 
 Source: Rajbhandari et al., 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
 """

@@ -75,6 +75,7 @@ def test_a_rank_stores_its_part_and_two_layers(micro: int) -> None:
     assert (whole.parameters, whole.states) == (PARAMETERS, 2 * PARAMETERS)
     assert whole.gradients == pytest.approx(PARAMETERS, abs=loss)
     assert (states.parameters, states.states) == (PARAMETERS, 2 * part)
+    assert states.gradients == pytest.approx(PARAMETERS, rel=near, abs=loss)  # the reduced part is in them
     assert (gradients.parameters, gradients.states) == (PARAMETERS, 2 * part)
     assert (parameters.parameters, parameters.states) == (part, 2 * part)
     for each in (gradients, parameters):
@@ -204,3 +205,25 @@ def test_nothing_to_split_is_refused(zero: int, optimizer: Any, what: str) -> No
         pytest.raises(ShardingError, match=message),
     ):
         made.prepare(batch(8, width))
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("width", [12, 13])  # equal parts, and unequal ones
+def test_parts_in_the_memory_of_whole_gradients_are_those_of_plain_training(
+    micro: int, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small tensors share a message, which packs them; the weight is reduced where it is."""
+    data = batch(8, width)
+    with closing(engine(0, micro, Net(3, width))) as plain:
+        plain.fit(data, epochs=3, batch_size=8)
+        expected = plain.parameters()
+    monkeypatch.setenv("DISTGRAPH_CHECK", "1")  # of reads, of what is sent, and of the ends of buffers
+    for passes in ((), ("-bucket_gradients",)):
+        strategy = dg.Strategy(mesh=mesh, batch_axis="dp", zero=1, micro_batches=micro, passes=passes)
+        with closing(engine(1, micro, Net(3, width), strategy=strategy)) as split:
+            split.fit(data, epochs=3, batch_size=8)
+            (compiled,) = split._session.programs.values()
+            in_place = any(worker.storage.parts for worker in compiled.workers.values())
+            assert in_place == (micro > 1 or bool(passes))  # gradients that were packed are not kept
+            for name, value in split.parameters().items():
+                np.testing.assert_allclose(value, expected[name], atol=1e-6)

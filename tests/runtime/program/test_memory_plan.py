@@ -20,7 +20,7 @@ from distgraph.runtime.execute.worker import Worker
 from distgraph.runtime.forecast.forecast import forecast, out_of_memory
 from distgraph.runtime.forecast.memory_forecast import RankMemory, rank_memory
 from distgraph.runtime.forecast.memory_timeline import occupancy
-from distgraph.runtime.program import memory_plan as storage_module
+from distgraph.runtime.program import parts_of_values
 from distgraph.runtime.program.build import Build, build
 from distgraph.runtime.program.kernel_workspace import task_workspace
 from distgraph.runtime.program.memory_plan import plan_storage
@@ -219,7 +219,7 @@ def test_a_sent_value_has_one_buffer_more_than_stages_to_the_receiver(policy: st
 @pytest.mark.parametrize("worth", [1, 2**60])
 def test_a_slice_that_outlives_what_it_is_cut_from_is_copied(worth: int, monkeypatch: pytest.MonkeyPatch):
     """Copied, it frees the whole; training is the same."""
-    monkeypatch.setattr(storage_module, "_MIN_FREED_BYTES", worth)
+    monkeypatch.setattr(parts_of_values, "_MIN_FREED_BYTES", worth)
     plan = PROGRAMS["mlp"].search(two_by_two(), "recursive")
     kept = _kept_for_slices(plan)
     assert kept if worth > 1 else not kept

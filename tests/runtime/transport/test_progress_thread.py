@@ -45,8 +45,8 @@ def test_it_looks_at_messages_until_none_is_left(started: Start) -> None:
     thread, _ = started(advance)
     assert left == [50]  # nothing before it is woken
     thread.wake()
-    wait_for(lambda: left[0] < -5)
-    before = -1
+    wait_for(lambda: left[0] < 0)
+    before = 1
     while before != left[0]:  # it rests after some looks in vain
         before = left[0]
         time.sleep(0.2)
