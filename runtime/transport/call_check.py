@@ -97,6 +97,13 @@ class CallCheck:
         if len(self._answers) == self._size - 1 or now - self._first_difference > GRACE_SECONDS:
             raise RuntimeFault(self._difference())
 
+    def discard(self) -> None:
+        """Receive questions and answers when no rank waits any more: MPI reports what nobody reads."""
+        status = self._mpi.Status()
+        while self._comm.Iprobe(self._mpi.ANY_SOURCE, self._mpi.ANY_TAG, status):
+            data = bytearray(status.Get_count(self._mpi.BYTE))
+            self._comm.Recv(data, status.Get_source(), status.Get_tag())
+
     def _difference(self) -> str:
         ranks_of_call: dict[str, list[int]] = defaultdict(list)
         for rank, name in sorted({**self._answers, self._rank: self.call}.items()):

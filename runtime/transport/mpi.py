@@ -257,6 +257,7 @@ class MpiTransport:
         self.progress()
         requests = [self._control.Ibarrier(), *self._departures.announce()]
         self.poll(lambda: self.test_all(requests, "end") and self._departures.all_received(), "end")
+        self._call_check.discard()
         self._thread.stop()
 
     # -- progress, failure, end --------------------------------------------------------------------

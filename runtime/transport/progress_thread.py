@@ -15,14 +15,15 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-_PERIOD: Final = 0.001
-"""Seconds between two looks at the messages."""
+_PERIOD: Final = 0.002
+"""Seconds between two looks at the messages. A look every 1, 2, 4, 8, 12 ms hid 171, 170, 161, 140, 128 of
+the 177 ms of a sum at 400 Mbit/s, and takes some tens of microseconds from the rank."""
 _IDLE_LOOKS: Final = 5
 """Looks without messages before the thread waits to be woken; waking it for every message costs more."""
 
 
 class ProgressThread:
-    """Calls a function about once a millisecond while there are messages under way.
+    """Calls a function every two milliseconds while there are messages under way.
 
     The thread takes the lock of the transport only if it is free: a rank that waits holds it, and moves its
     messages itself.

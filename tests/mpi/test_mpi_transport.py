@@ -154,6 +154,19 @@ def test_a_wait_without_progress_reports_what_every_rank_waits_for(transport: Mp
         assert any(all(line in report for line in lines) for report in reports), reports
 
 
+def test_questions_that_nobody_answers_are_read_at_the_end(transport: MpiTransport) -> None:
+    comm, mpi = transport._calls.Dup(), transport._mpi
+    check = CallCheck(mpi, comm)
+    check.enter("engine.fit()")
+    if transport.rank == 0:
+        check.verify(ASK_SECONDS + 1)
+    else:
+        transport.poll(lambda: bool(comm.Iprobe(0, mpi.ANY_TAG)), "question")
+    check.discard()
+    assert not comm.Iprobe(mpi.ANY_SOURCE, mpi.ANY_TAG)
+    transport.barrier()
+
+
 def call_difference(transport: MpiTransport, calls: list[str], early: int = 0) -> str:
     """The error of this rank's call check where every rank makes its own call, all of them in a long wait.
 
