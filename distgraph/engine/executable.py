@@ -14,7 +14,7 @@ from distgraph.engine.parameter_store import Memory
 from distgraph.errors import RuntimeFault
 from distgraph.ir.dtypes import short, to_numpy
 from distgraph.resources import RankMapping
-from distgraph.runtime.execute.device import Device, Inlet
+from distgraph.runtime.execute.device import Device, Inlet, captures_of
 from distgraph.runtime.execute.finite_check import Guard, checked_values, needs_no_message
 from distgraph.runtime.execute.recorder import Recorder
 from distgraph.runtime.execute.worker import Worker
@@ -143,6 +143,7 @@ class Compiled:
                 fetch=device.fetch,
                 actors=actors,
                 control=control,
+                graphs=captures_of(device) if strategy.cuda_graphs else None,
             )
         self._devices[rank] = device
 

@@ -183,7 +183,14 @@ class Session:
                         f"{kind} device in another; give its meshes one device_type"
                     )
         placement = () if self.plan is None else self.plan.placement
-        return device_types(size, ranks, needed, self.training_spec.strategy.device, placement)
+        strategy = self.training_spec.strategy
+        types = device_types(size, ranks, needed, strategy.device, placement)
+        if strategy.cuda_graphs and "gpu" not in types:
+            raise ResourceError(
+                f"Strategy(cuda_graphs=True) but no rank has a GPU, ranks run on {', '.join({*types})}; use "
+                'device="gpu", or leave cuda_graphs out'
+            )
+        return types
 
     def _take_devices(self, world: World) -> None:
         """Give every rank of a new world its device. Collective.

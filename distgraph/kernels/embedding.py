@@ -72,12 +72,12 @@ def _add_rows(xp: Namespace, table: Array, positions: Array, updates: Array) -> 
         _add_rows_loop(table, np.ascontiguousarray(positions), np.ascontiguousarray(updates))
         return
     inside = (positions >= 0) & (positions < table.shape[0])
+    if xp is not np:  # to choose by a mask, the host would wait; zeros are added to rows all over the table
+        add = import_module("cupyx").scatter_add if has_cuda(xp) else xp.add.at
+        add(table, positions % table.shape[0], xp.where(inside[:, None], updates, updates.dtype.type(0)))
+        return
     positions, updates = positions[inside], updates[inside]
     if positions.size == 0:
-        return
-    if xp is not np:
-        add = import_module("cupyx").scatter_add if has_cuda(xp) else xp.add.at
-        add(table, positions, updates)
         return
     order = np.argsort(positions, kind="stable")
     sorted_at = positions[order]

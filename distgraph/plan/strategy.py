@@ -84,6 +84,9 @@ class Strategy:
             cuda12 or cuda13, or one that the program has registered. Ranks on a mesh with a `device_type` are
             of that one, also beside others in one job. None for what a plan for several kinds of devices
             places ranks on, else "cpu". Planning for a GPU needs none; see docs/running/gpu.md.
+        cuda_graphs: whether ranks on GPUs launch stretches of ops as CUDA graphs, each by one call of the
+            host, with the same numbers. It has no effect on ranks with other devices, and is an error if no
+            rank has a GPU. Not yet run on hardware; see docs/running/gpu.md.
         nonfinite: what happens to a training step whose loss or gradients are nan or infinite. "raise" ends
             training with a RuntimeFault that names the parameters; "skip" leaves out the update of this step,
             on all ranks, and notes it in the history; "warn" warns once and trains on. Under the first two,
@@ -111,9 +114,9 @@ class Strategy:
         ShardingError: an unknown mode, schedule, device, policy, executor or axis; passes that are no list of
             changes; fewer than one micro-batch, or step between comparisons; a `zero` that is not 0 to 3;
             an unknown precision, or one that does not fit mode or policy; a `gradient_precision` other than
-            bf16; a `device` while all ranks of `mesh` need others;
-            a constraint of the search in a mode that does not search, or one that
-            contradicts another; a budget below one, or without a search.
+            bf16; a `device` while all ranks of `mesh` need others; a `cuda_graphs` that is neither True nor
+            False; a constraint of the search in a mode that does not search, or one that contradicts another;
+            a budget below one, or without a search.
 
     Example:
         >>> Strategy(mesh=ProcessMesh.grid(dp=4), batch_axis="dp", micro_batches=2).mode
@@ -138,6 +141,7 @@ class Strategy:
     refine: str = "conflicts"
     refine_budget: int | None = None
     device: str | None = None
+    cuda_graphs: bool = False
     nonfinite: str = "raise"
     verify_replicas: int | None = None
     passes: Sequence[str] = ()
@@ -225,6 +229,9 @@ class Strategy:
 
     def _check_device(self) -> None:
         """The device of a strategy is for the ranks of its mesh that need none of a certain type."""
+        given: object = self.cuda_graphs
+        if not isinstance(given, bool):
+            raise ShardingError(f"cuda_graphs of Strategy is {given!r} but must be True or False")
         if self.device is None or self.mesh is None:
             return
         needed = {self.mesh.device_type_of(rank) for rank in self.mesh.members}

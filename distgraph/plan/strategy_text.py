@@ -50,6 +50,7 @@ FORMS: Mapping[str, tuple[Callable[[str], Any], str]] = {
     "refine": (str, "a policy"),
     "refine_budget": (int, "a number"),
     "device": (str, "a device"),
+    "cuda_graphs": (_flag, "true or false"),
     "executor": (str, "static or actors"),
     "nonfinite": (str, "a policy"),
     "verify_replicas": (int, "a number"),

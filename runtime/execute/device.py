@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -29,6 +29,8 @@ from distgraph.ir.range_notation import spans
 from distgraph.passes.partition import RankProgram
 from distgraph.plan.strategy import DEVICES
 from distgraph.resources.schema import DEVICE_TYPES, register_device_type
+from distgraph.runtime.execute.cuda_graphs import CudaGraphs
+from distgraph.runtime.program.captured_parts import Captures
 from distgraph.runtime.program.storage import is_started
 from distgraph.runtime.transport.cuda_copies import CudaCopies
 from distgraph.runtime.transport.inprocess import InProcessTransport
@@ -87,6 +89,19 @@ class Device(Protocol):
 
     def close(self) -> None:
         """Release the resources of the device; called by every rank of a world that ends."""
+
+
+@runtime_checkable
+class CapturingDevice(Protocol):
+    """A `Device` that can repeat parts of tasks by one call, for `Strategy(cuda_graphs=True)`."""
+
+    def graphs(self) -> Captures:
+        """The graphs of the rank, the same at every call; called within `working`."""
+
+
+def captures_of(device: Device) -> Captures | None:
+    """The graphs of a device; None if it has none, such as the host."""
+    return device.graphs() if isinstance(device, CapturingDevice) else None
 
 
 class Host:
@@ -149,6 +164,7 @@ class Gpu:
         with self._cuda.Device(self.number):
             self.stream = self._cuda.Stream()
         self._threads = isinstance(control, InProcessTransport)
+        self._graphs: CudaGraphs | None = None
 
     def _connect(self, control: Transport, ranks: Group) -> Transport:
         """The transport to all other ranks; sets the number of the GPU."""
@@ -233,6 +249,12 @@ class Gpu:
         self.xp.asnumpy(block, stream=self.stream, out=host, blocking=False)
         return host
 
+    def graphs(self) -> CudaGraphs:
+        """See `CapturingDevice`."""
+        if self._graphs is None:
+            self._graphs = CudaGraphs(self._cuda)
+        return self._graphs
+
     def mark(self) -> Any:
         """See `Order`."""
         event = self._cuda.Event(disable_timing=True)
@@ -244,6 +266,7 @@ class Gpu:
         self._cuda.get_current_stream().wait_event(mark)
 
     def close(self) -> None:
+        self._graphs = None
         if self._nccl is not None and not self._nccl.serves_process:
             self._nccl.close()
 

@@ -22,6 +22,7 @@ from distgraph.runtime.execute.buffer_check import BufferCheck, CheckedWriter, c
 from distgraph.runtime.execute.finite_check import FiniteCheck, Guard
 from distgraph.runtime.execute.recorder import Recorder
 from distgraph.runtime.program.allocation import allocate
+from distgraph.runtime.program.captured_parts import Captures, CapturingWriter
 from distgraph.runtime.program.codegen import Writer
 from distgraph.runtime.program.compiled_task import Arena, CompiledTask
 from distgraph.runtime.program.loop_plan import plan_loops
@@ -70,6 +71,7 @@ class Worker:
         fetch: copies outputs to the host, with one wait for all of them; see `Device.fetch`.
         actors: the plan of all actors, to let them decide; None to follow the recorded order.
         control: transport for host arrays, by which actors send decisions; by default `transport`.
+        graphs: runs parts of tasks as CUDA graphs; None to run every op by itself, as checked runs do.
 
     Attributes:
         check: the check of `guard`, with the verdict of the last step.
@@ -94,6 +96,7 @@ class Worker:
         fetch: Callable[[Mapping[str, Any]], dict[str, Any]] = dict,
         actors: ActorPlan | None = None,
         control: Transport | None = None,
+        graphs: Captures | None = None,
     ) -> None:
         self.program, self.xp = program, xp
         self._transport, self._fetch = transport, fetch
@@ -116,13 +119,15 @@ class Worker:
         self._buffers: BufferCheck | None = None
         if check_enabled():
             self._buffers = BufferCheck(program, self.storage, self.arena, order)
-        self.tasks = self._compile_tasks()
+        self.tasks = self._compile_tasks(graphs)
         self._index_values()
 
-    def _compile_tasks(self) -> dict[str, CompiledTask]:
+    def _compile_tasks(self, graphs: Captures | None) -> dict[str, CompiledTask]:
         """The tasks as functions; with the check of buffers, those that it watches."""
         program, buffers = self.program, self._buffers
-        writer: WriterType = Writer if buffers is None else functools.partial(CheckedWriter, buffers)
+        writer: WriterType = Writer if graphs is None else functools.partial(CapturingWriter, graphs)
+        if buffers is not None:
+            writer = functools.partial(CheckedWriter, buffers)
         tasks = {
             task.name: compile_task(task, program, self.storage, self.arena, self._transport, self.xp, writer)
             for task in program.tasks

@@ -52,6 +52,7 @@ class Writer:
         self.ready: set[str] = set()
         self.foreign: dict[str, list[str]] = {}
         self.lines: list[str] = []
+        self.called: list[str] = []  # texts of further functions of the task, which its lines call
         self.micro = program.graph.micro_batches
         self.task = ""
 
@@ -149,7 +150,7 @@ class Writer:
         slot = self.storage.slots[value]
         self.ready.add(value)
         if slot.root in self.storage.sent:
-            self.line(f"{self.bind('finish', collectives.finish)}({self.sends_of(slot.root)})")
+            self.finish_sends(slot.root)
         if value in self.arena.fixed:
             self.bound[name] = self.arena.fixed[value]
         elif slot.kind == "ring":
@@ -160,6 +161,10 @@ class Writer:
         else:
             raise AssertionError(f"%{value} has no buffer")
         return name
+
+    def finish_sends(self, root: str) -> None:
+        """Write the wait for unfinished sends from the present buffer of a root."""
+        self.line(f"{self.bind('finish', collectives.finish)}({self.sends_of(root)})")
 
     # ------------------------------------------------------------------ ops
 

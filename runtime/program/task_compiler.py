@@ -37,7 +37,7 @@ def compile_task(
         ("last", writer.function(task, last=True)),
     ):
         parts.append(f"def {names[suffix]}(m):\n" + "\n".join(lines))
-    source = "\n\n\n".join(parts) + "\n"
+    source = "\n\n\n".join(parts + writer.called) + "\n"
     filename = f"<distgraph rank {program.rank} {commented(task.name)}>"
     # tracebacks show the lines of the source
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)

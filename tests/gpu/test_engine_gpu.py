@@ -59,6 +59,14 @@ def test_ranks_of_one_process(case: Case) -> None:
     np.testing.assert_allclose(found.losses, wanted.losses, rtol=TOLERANCE[case.dtype])
 
 
+@pytest.mark.parametrize("case", [Case("gpt", Layout("serial"), micro=2, dtype="f32"), *SHARED], ids=str)
+def test_cuda_graphs_change_no_number(case: Case) -> None:
+    """A warning that an op cannot be captured is an error here."""
+    case = replace(case, device="gpu")
+    wanted, found = train(case, STEPS), train(replace(case, cuda_graphs=True), STEPS)
+    np.testing.assert_array_equal(found.losses, wanted.losses)
+
+
 SCRIPT = """
 import json, sys
 from dataclasses import replace

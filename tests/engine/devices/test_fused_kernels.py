@@ -37,3 +37,24 @@ def test_same_losses_as_on_the_processor(
     assert {"attention", "attention_grad_kv", "layer_norm", "layer_norm_grad"} <= set(emulated.launches)
     assert {"cross_entropy", "cross_entropy_grad"} <= set(emulated.launches)
     np.testing.assert_allclose(result.losses, train(case, 2).losses, rtol=1e-5 if dtype == "f32" else 1e-12)
+
+
+def test_attention_and_rows_are_in_cuda_graphs(emulated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only products are outside: a warning that another op cannot be captured is an error here."""
+    hardware = fake_cupy.install(monkeypatch, devices=1)
+    cupy = sys.modules["cupy"]
+    captured: set[str] = set()
+
+    class RawKernel(on_stand_in(cupy, hardware, emulated)):  # type: ignore[misc]
+        def __call__(self, *arguments: Any) -> None:
+            if hardware.captures.current is not None:
+                captured.add(self.run.name.removeprefix("distgraph_"))
+            super().__call__(*arguments)
+
+    monkeypatch.setattr(cupy, "RawKernel", RawKernel, raising=False)
+    case = Case("gpt", LAYOUTS["sequence_tp"], dtype="f32", device="gpu")
+    wanted = train(case, 4)
+    found = train(replace(case, cuda_graphs=True), 4)
+    np.testing.assert_array_equal(found.losses, wanted.losses)
+    assert {"attention", "attention_grad_kv", "layer_norm"} <= captured
+    assert max(graph.launches for graph in hardware.captures.graphs) == 3

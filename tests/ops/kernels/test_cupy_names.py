@@ -76,7 +76,11 @@ def test_what_is_called_by_name(cupy: Any) -> None:
     assert {"casting", "where"} <= set(inspect.signature(cupy.copyto).parameters)
     assert callable(cupyx.scatter_add)
     for kind, names in {
-        cupy.cuda.Stream: ("wait_event", "record", "synchronize", "__enter__"),
+        cupy.cuda.Stream: (
+            "wait_event", "record", "synchronize", "__enter__", "begin_capture", "end_capture",
+        ),
+        cupy.cuda.Graph: ("launch",),
+        cupy.cuda.MemoryPool: ("malloc",),
         cupy.cuda.Event: ("done", "record", "synchronize"),
         cupy.cuda.Device: ("use", "__enter__", "id"),
         cupy.ndarray: ("set", "get", "view", "data", "nbytes", "flags", "astype", "__array_ufunc__"),

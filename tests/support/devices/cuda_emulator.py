@@ -154,6 +154,9 @@ def on_stand_in(cupy: Any, hardware: Hardware, emulated: Any) -> type:
             self.writes = [not declared.startswith("const ") for declared in parameters.split(", ")]
 
         def __call__(self, grid: tuple[int], block: tuple[int], args: tuple[Any, ...]) -> None:
+            cupy.work(lambda: self.launch(grid, block, args))
+
+        def launch(self, grid: tuple[int], block: tuple[int], args: tuple[Any, ...]) -> None:
             for a, writes in zip(args, self.writes, strict=True):
                 if isinstance(a, cupy.ndarray):
                     hardware.touch(a.host, write=writes)

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import scipy.special
 from support.devices import collective_cases as cases
-from support.devices import fake_device
+from support.devices import fake_capture, fake_device
 
 from distgraph.kernels.cuda.elementwise_kernel import compiled
 from distgraph.runtime.transport import nccl as nccl_transport
@@ -160,6 +160,8 @@ def make(  # noqa: C901 - one small class each
         Stream=functools.partial(fake_device.Stream, hardware),
         Event=functools.partial(fake_device.Event, hardware),
         get_current_stream=lambda: hardware.stream,
+        MemoryPool=fake_capture.MemoryPool,
+        using_allocator=hardware.captures.using_allocator,
         nccl=None,
     )
     nccl = SimpleNamespace(
@@ -199,7 +201,7 @@ def install(patch: pytest.MonkeyPatch, devices: int) -> fake_device.Hardware:
 
 def on_device(cupy: Any, function: Any) -> Any:
     def run(x: Any, out: Any = None) -> Any:
-        result = cupy.asarray(function(x.host))
+        result = cupy.call(function, (x,), {})
         if out is None:
             return result
         out[...] = result

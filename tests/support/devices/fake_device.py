@@ -5,6 +5,7 @@
   what another stream wrote (or writes what it reads) without having waited for it is told that this is a
   race.
 * What makes the host wait is counted: `float(x)`, `x.item()`, blocking copies, `synchronize`.
+* While a stream is captured nothing happens; see `fake_capture`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import scipy.special
+from support.devices.fake_capture import FUNCTIONS_THAT_WRITE, METHODS_THAT_WRITE, WAITS, Captured, Captures
 
 _VIEWS_NEED_ARRAYS = (
     "broadcast_to", "moveaxis", "transpose", "expand_dims", "swapaxes", "squeeze", "reshape", "ravel", "flip",
@@ -31,7 +33,7 @@ class Stream:
     numbers = itertools.count(1)
 
     def __init__(self, hardware: Hardware, *, non_blocking: bool = False, null: bool = False) -> None:
-        self.hardware, self.null = hardware, null
+        self.hardware, self.null, self.non_blocking = hardware, null, non_blocking
         self.ptr = 0 if null else next(Stream.numbers)
         self.clock: dict[int, int] = {}
 
@@ -46,6 +48,12 @@ class Stream:
     def __exit__(self, *_: object) -> None:
         self.hardware.streams().pop()
 
+    def begin_capture(self) -> None:
+        self.hardware.captures.begin(self.hardware, self)
+
+    def end_capture(self) -> Captured:
+        return self.hardware.captures.end(self)
+
     def record(self, event: Event | None = None) -> Event:
         event = event or Event(self.hardware)
         event.record(self)
@@ -53,10 +61,12 @@ class Stream:
 
     def wait_event(self, event: Event) -> None:
         assert event.recorded
+        self.hardware.captures.refuse("wait for another stream")
         for stream, tick in event.clock.items():
             self.clock[stream] = max(self.clock.get(stream, 0), tick)
 
     def synchronize(self) -> None:
+        self.hardware.captures.refuse("cudaStreamSynchronize")
         self.hardware.wait_on_host(self.clock)
 
 
@@ -71,10 +81,12 @@ class Event:
 
     @property
     def done(self) -> bool:
+        self.hardware.captures.refuse("cudaEventQuery")
         self.hardware.learn(self.clock)
         return True
 
     def synchronize(self) -> None:
+        self.hardware.captures.refuse("cudaEventSynchronize")
         self.hardware.wait_on_host(self.clock)
 
 
@@ -85,11 +97,13 @@ class Hardware:
         strict: whether computing on the default stream is a mistake.
         waits: how often the host has waited for the device.
         names: of the namespace that were used.
+        captures: graphs that were captured, and their launches.
     """
 
     def __init__(self, devices: int, strict: bool = False) -> None:
         self.devices, self.strict, self.waits = devices, strict, 0
         self.names: set[str] = set()
+        self.captures = Captures()
         self._lock, self._local = threading.Lock(), threading.local()
         self._null = Stream(self, null=True)
         self._known: dict[int, int] = {}  # what the host has waited for
@@ -118,6 +132,7 @@ class Hardware:
     def touch(self, array: np.ndarray[Any, Any], *, write: bool) -> None:
         """Note that the current stream reads or writes an array."""
         stream = self.stream
+        self.captures.refuse("work that is done at once")
         if stream.null:
             assert not self.strict, "computed on the default stream: outside of Device.working()"
             return
@@ -146,6 +161,7 @@ class Hardware:
 
 def namespace(hardware: Hardware) -> tuple[type, Any]:  # noqa: C901 - the array class needs its hardware
     """The class of device arrays, and what stands for the module `cupy` as far as arrays go."""
+    captures = hardware.captures
 
     class DeviceArray(np.lib.mixins.NDArrayOperatorsMixin):
         __array_priority__ = 100
@@ -157,29 +173,41 @@ def namespace(hardware: Hardware) -> tuple[type, Any]:  # noqa: C901 - the array
             raise TypeError("Implicit conversion to a NumPy array is not allowed.")
 
         def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+            captures.refuse_library(ufunc.__name__)
             return call(getattr(ufunc, method), inputs, kwargs)
 
         def __getattr__(self, name: str) -> Any:
             if name in _HOST_ONLY or name.startswith("__"):
                 raise AttributeError(f"a device array has no {name}")
             found = getattr(self.host, name)
+            if name in METHODS_THAT_WRITE:
+                return lambda *args, **kwargs: captures.work(
+                    hardware.stream, lambda: call(found, args, kwargs, self.host)
+                )
             if callable(found):
+                captures.refuse_library(name)
+                if name in WAITS:
+                    captures.refuse(name)
                 return lambda *args, **kwargs: call(found, args, kwargs, self.host)
             return DeviceArray(found) if isinstance(found, np.ndarray) else found
 
         def __getitem__(self, key: Any) -> Any:
             keys = key if isinstance(key, tuple) else (key,)
             if any(isinstance(k, DeviceArray) for k in keys):
-                return finished(self.host[plain(keys)])
+                if any(k.dtype == bool for k in keys if isinstance(k, DeviceArray)):
+                    captures.refuse("choice of elements by a mask")
+                return call(lambda host, *at: host[at], (self, *keys), {})
             return DeviceArray(
                 self.host[keys if Ellipsis in keys else (*keys, ...)]
             )  # a view, also of one element
 
         def __setitem__(self, key: Any, value: Any) -> None:
-            value = plain(value)
-            at = plain(key)
-            hardware.touch(np.asarray(self.host[at]), write=True)
-            self.host[at] = value
+            def run() -> None:
+                number, at = plain(value), plain(key)
+                hardware.touch(np.asarray(self.host[at]), write=True)
+                self.host[at] = number
+
+            captures.work(hardware.stream, run)
 
         def __len__(self) -> int:
             return len(self.host)
@@ -201,6 +229,7 @@ def namespace(hardware: Hardware) -> tuple[type, Any]:  # noqa: C901 - the array
             return SimpleNamespace(ptr=self.host.ctypes.data)
 
         def set(self, host: Any, stream: Any = None) -> None:
+            captures.refuse("copy from the host")
             assert type(host) is np.ndarray
             assert (host.shape, host.dtype) == (self.shape, self.dtype)
             assert self.flags.c_contiguous
@@ -209,6 +238,7 @@ def namespace(hardware: Hardware) -> tuple[type, Any]:  # noqa: C901 - the array
             self.host[...] = host
 
         def get(self, stream: Any = None, out: Any = None, blocking: bool = True) -> Any:
+            captures.refuse("copy to the host")
             stream = stream or hardware.stream
             with stream:
                 hardware.touch(self.host, write=False)
@@ -241,7 +271,33 @@ def namespace(hardware: Hardware) -> tuple[type, Any]:  # noqa: C901 - the array
             hardware.touch(made, write=True)
         return DeviceArray(made)
 
+    def host_of(value: Any) -> Any:
+        """As `plain`, without an access by the device."""
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(host_of, value))
+        return value.host if isinstance(value, DeviceArray) else value
+
+    def captured(function: Callable[..., Any], args: Any, kwargs: Any, known: tuple[Any, ...]) -> Any:
+        """`call` while a stream is captured."""
+        target = kwargs.get("out")
+        target = target[0] if isinstance(target, tuple) and len(target) == 1 else target
+        if target is not None:
+            captures.work(hardware.stream, lambda: call(function, args, dict(kwargs), *known))
+            return target
+        hosts = [host_of(a) for a in args], {name: host_of(value) for name, value in kwargs.items()}
+        result = captures.recorded(
+            hardware.stream,
+            lambda: function(*hosts[0], **hosts[1]),
+            lambda: call(function, args, dict(kwargs), *known),
+            tuple(x for x in (*hosts[0], *known) if isinstance(x, np.ndarray)),
+        )
+        if isinstance(result, tuple):
+            return tuple(map(DeviceArray, result))
+        return DeviceArray(result) if isinstance(result, (np.ndarray, np.generic)) else result
+
     def call(function: Callable[..., Any], args: Any, kwargs: Any, *known: Any) -> Any:
+        if captures.current is not None:
+            return captured(function, args, kwargs, known)
         out = kwargs.pop("out", None)
         args = [plain(a) for a in args]
         kwargs = {name: plain(value) for name, value in kwargs.items()}
@@ -255,11 +311,15 @@ def namespace(hardware: Hardware) -> tuple[type, Any]:  # noqa: C901 - the array
 
     def copyto(dst: Any, src: Any, casting: Any = "same_kind", where: Any = None) -> None:
         assert where is None or isinstance(where, DeviceArray)
-        mask = True if where is None else plain(where)
-        np.copyto(plain(dst, write=True), plain(src), casting=casting, where=mask)
+
+        def run() -> None:
+            mask = True if where is None else plain(where)
+            np.copyto(plain(dst, write=True), plain(src), casting=casting, where=mask)
+
+        captures.work(hardware.stream, run)
 
     def scatter_add(target: Any, at: Any, values: Any) -> None:
-        np.add.at(plain(target, write=True), plain(at), plain(values))
+        captures.work(hardware.stream, lambda: np.add.at(plain(target, write=True), plain(at), plain(values)))
 
     class Namespace:
         ndarray = DeviceArray
@@ -267,6 +327,9 @@ def namespace(hardware: Hardware) -> tuple[type, Any]:  # noqa: C901 - the array
 
         def __getattr__(self, name: str) -> Any:
             hardware.names.add(name)
+            captures.refuse_library(name)
+            if name in WAITS:
+                captures.refuse(name)
             found = getattr(np, name)
             if isinstance(found, type) or not callable(found):
                 return found
@@ -274,17 +337,22 @@ def namespace(hardware: Hardware) -> tuple[type, Any]:  # noqa: C901 - the array
             def function(*args: Any, **kwargs: Any) -> Any:
                 if name in _VIEWS_NEED_ARRAYS and not isinstance(args[0], DeviceArray):
                     raise TypeError(f"{name}: expected a device array, got {type(args[0]).__name__}")
+                if name in FUNCTIONS_THAT_WRITE:
+                    return captures.work(hardware.stream, lambda: call(found, args, kwargs))
                 return call(found, args, kwargs)
 
             return function
 
     space: Any = Namespace()
-    space.copyto, space.scatter_add = copyto, scatter_add
-    space.asarray = space.array = lambda host, dtype=None: (
-        DeviceArray(host.host if dtype is None else host.host.astype(dtype))
-        if isinstance(host, DeviceArray)
-        else finished(np.array(host, dtype, order="C"))
-    )
+
+    def asarray(host: Any, dtype: Any = None) -> Any:
+        if isinstance(host, DeviceArray):
+            return DeviceArray(host.host) if dtype in (None, host.dtype) else host.astype(dtype)
+        captures.refuse("copy from the host")
+        return finished(np.array(host, dtype, order="C"))
+
+    space.copyto, space.scatter_add, space.call = copyto, scatter_add, call
+    space.asarray = space.array = asarray
     space.lib = SimpleNamespace(
         stride_tricks=SimpleNamespace(
             as_strided=lambda x, shape, strides: DeviceArray(
@@ -292,11 +360,13 @@ def namespace(hardware: Hardware) -> tuple[type, Any]:  # noqa: C901 - the array
             )
         )
     )
+    space.work = lambda run: captures.work(hardware.stream, run)
+    space.is_capturing = lambda: captures.current is not None
     space.asnumpy = lambda array, stream=None, out=None, blocking=True: array.get(stream, out, blocking)
     return DeviceArray, space
 
 
-def elementwise(space: Any) -> type:
+def elementwise(space: Any) -> type:  # noqa: C901 - a small function for each kernel
     """`cupy.ElementwiseKernel` for the kernels of `cuda.elementwise_kernel`, written once more in NumPy."""
     golden = 0x9E3779B97F4A7C15
 
@@ -344,6 +414,14 @@ def elementwise(space: Any) -> type:
             self.inputs, self.results = inputs.count(",") + 1, results.count(",") + 1
 
         def __call__(self, *arrays: Any, **options: Any) -> Any:
+            if len(arrays) > self.inputs:
+                space.work(lambda: self.run(*arrays, **options))
+                return arrays[self.inputs] if self.results == 1 else arrays[self.inputs :]
+            if space.is_capturing():
+                return space.call(self.function, arrays, options)
+            return self.run(*arrays, **options)
+
+        def run(self, *arrays: Any, **options: Any) -> Any:
             inputs = [a.host if isinstance(a, space.ndarray) else a for a in arrays[: self.inputs]]
             for a in arrays[: self.inputs]:
                 assert not isinstance(a, np.ndarray)

@@ -227,6 +227,7 @@ class Case:
     dtype: str = "f64"
     refine: str = "conflicts"
     device: str = "cpu"
+    cuda_graphs: bool = False
 
     @property
     def serial(self) -> Case:
@@ -258,6 +259,7 @@ def make_engine(case: Case, model: Parts, eps: float | None = None) -> Engine:
         schedule=case.schedule,
         refine=case.refine,
         device=case.device,
+        cuda_graphs=case.cuda_graphs,
         zero=layout.zero,
     )
     return Engine(model, loss, optimizer, strategy=strategy, seed=SEED)
