@@ -133,12 +133,14 @@ def test_states_can_be_laid_out_apart_from_their_parameters(rng: np.random.Gener
     graph = step_of(Affine(), squared, optimizer, batches(rng)[0]).graph
     specs = {name: str(attr.spec) for name, attr in graph.attrs.items()}
     assert specs == {
-        "w.adam_m": "[dp, _]", "w.adam_v": "[dp, _]", "b.adam_m": "[dp]", "b.adam_v": "[dp]",
+        "w.adam_m": "[_, dp]", "w.adam_v": "[_, dp]", "b.adam_m": "[dp]", "b.adam_v": "[dp]",
     }  # fmt: skip
     assert all(
         attr.pinned and attr.origin.where.startswith("test_optimizers.py:") for attr in graph.attrs.values()
     )
     beside = optim.shard_states(mesh, "dp")
+    assert str(beside("w", (6, 12), None).spec) == "[dp, _]"  # the first dim of equal parts
+    assert str(beside("w", (4, 10), None).spec) == "[_, dp]"  # no equal parts: the longest
     held = DistAttr(mesh, ShardSpec.of([None, "tp"]))
     assert str(beside("w", (4, 10), held).spec) == "[_, tp*dp]"
     assert str(beside("w", (6, 10), held).spec) == "[dp, tp]"

@@ -112,7 +112,7 @@ def step() -> Iterator[Any]:
 def test_it_is_planned_forecast_and_inspected(step: Any) -> None:
     stored = step.engine.plan.portable.tensors
     assert stored["params.layers.0.w"].kind == "param"
-    assert str(stored["params.layers.0.w.momentum"].spec) == "[_, dp]"
+    assert str(stored["params.layers.0.w.momentum"].spec) == "[dp, _]"
     assert step.forecast("local").step_seconds > 0
     assert "accumulate" in step.inspect()
     assert "reduce_scatter" in step.inspect("lowered")
