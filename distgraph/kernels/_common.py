@@ -140,7 +140,10 @@ def computed_in_f32(
                 if results is not None:
                     return results
             dtypes = [getattr(a, "dtype", None) for a in arrays]
-            if not any(d is not None and is_half(d) for d in dtypes):
+            for dtype in dtypes:  # a generator, or a call for each, takes as long as a small product
+                if dtype is not None and dtype.itemsize == 2 and is_half(dtype):
+                    break
+            else:
                 return kernel(xp, *arrays, out=out, **attrs)
             widened = [a if d is None else widen(xp, a) for a, d in zip(arrays, dtypes, strict=True)]
             if wide:
