@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -197,8 +198,9 @@ class Compiled:
             name: to_numpy(dtype).type(scalars[name]) for name, dtype in self.numbers.items()
         }
         scaled = self.request.training_spec.strategy.scaling is not None
-        silent: Literal["ignore"] | None = "ignore" if scaled else None  # the finite check sees overflow
-        with device.working(), np.errstate(over=silent, invalid=silent):
+        # the finite check sees overflow
+        errors = np.errstate(over="ignore", invalid="ignore") if scaled else nullcontext()
+        with device.working(), errors:
             for feed, inlets in self.feeds[rank]:
                 blocks = zip(inlets, feed.load(batch), strict=True)
                 feeds[feed.name] = [inlet(block) for inlet, block in blocks]

@@ -7,14 +7,15 @@ tokens of a sequence are those that it would get alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from distgraph.engine.compile.incremental_decoding import LAST, START
 from distgraph.engine.compile.training_spec import arguments
-from distgraph.engine.data import POSITION, whole
+from distgraph.engine.data import POSITION, Batch, whole
+from distgraph.engine.executable import Compiled
 from distgraph.engine.session import Session
 from distgraph.errors import GraphError
 from distgraph.ir.dtypes import is_integer, to_numpy
@@ -162,12 +163,14 @@ class _Cache:
         tokens: [b, n]; those known so far, and zeros.
         positions: of the cache.
         filled: positions that hold keys and values of the present tokens.
+        steps: positions of a step -> its tokens, the batch that reads them from there, and its program.
     """
 
     session: Session
     tokens: np.ndarray
     positions: int
     filled: int = 0
+    steps: dict[int, tuple[np.ndarray, Batch, Compiled]] = field(default_factory=dict)
 
     def logits(self, first: int, front: int) -> np.ndarray:
         """Logits [b, v] of token number `front`, after those from `first` on are in the cache."""
@@ -177,15 +180,20 @@ class _Cache:
             width = 1 if count - self.filled == 1 else min(CHUNK, self.positions)
             start = min(self.filled, self.positions - width)
             block = self.tokens[:, first + start : min(first + start + width, front)]
-            step = np.zeros((len(self.tokens), width), self.tokens.dtype)  # what follows is overwritten later
-            step[:, : block.shape[1]] = block
+            step, batch, compiled = self._step(width)
+            step[:, : block.shape[1]], step[:, block.shape[1] :] = block, 0  # zeros are overwritten later
             self.filled = start + block.shape[1]
             scalars = {START: start, LAST: block.shape[1] - 1}
-            batch = whole((step,))
-            compiled = self.session.program("generate", batch, self.positions)
             ((_, output),) = self.session.arrays(compiled, batch, scalars).items()
             logits = output[:, 0]
         return logits
+
+    def _step(self, width: int) -> tuple[np.ndarray, Batch, Compiled]:
+        if width not in self.steps:
+            step = np.zeros((len(self.tokens), width), self.tokens.dtype)
+            batch = whole((step,))
+            self.steps[width] = step, batch, self.session.program("generate", batch, self.positions)
+        return self.steps[width]
 
 
 def _prompts(prompts: Any) -> list[np.ndarray]:

@@ -360,11 +360,15 @@ def _assembled(
     for label, value in graph.outputs:
         if label not in labels:
             continue
-        attr, parts = graph.attrs[value.name], []
-        for m in range(len(blocks[attr.mesh.members[0]][label])):
-            part = np.empty(value.shape, blocks[attr.mesh.members[0]][label][m].dtype)
+        attr = graph.attrs[value.name]
+        first, *others = attr.mesh.members
+        parts = blocks[first][label]
+        if others:
+            parts = [np.empty(value.shape, block.dtype) for block in parts]
             for rank in attr.mesh.members:
-                part[attr.spec.slices(value.shape, attr.mesh, rank)] = blocks[rank][label][m]
-            parts.append(part)
-        outputs[label] = np.concatenate(parts) if value.shape else np.stack(parts)
+                where = attr.spec.slices(value.shape, attr.mesh, rank)
+                for part, block in zip(parts, blocks[rank][label], strict=True):
+                    part[where] = block
+        join = np.concatenate if value.shape else np.stack
+        outputs[label] = parts[0] if len(parts) == 1 and value.shape else join(parts)
     return outputs

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import wraps
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial, wraps
 from importlib import import_module
 from math import prod
 from typing import Any, TypeAlias
@@ -140,7 +140,10 @@ def computed_in_f32(
                 if results is not None:
                     return results
             dtypes = [getattr(a, "dtype", None) for a in arrays]
-            if not any(d is not None and is_half(d) for d in dtypes):
+            for dtype in dtypes:  # a generator, or a call for each, takes as long as a small product
+                if dtype is not None and dtype.itemsize == 2 and is_half(dtype):
+                    break
+            else:
                 return kernel(xp, *arrays, out=out, **attrs)
             widened = [a if d is None else widen(xp, a) for a, d in zip(arrays, dtypes, strict=True)]
             if wide:
@@ -151,9 +154,26 @@ def computed_in_f32(
             outs = outputs(out, len(results))
             return tuple(store(xp, r, o, dtypes[f]) for r, o, f in zip(results, outs, follows, strict=True))
 
+        _BEHIND[run] = kernel
         return widening(run)
 
     return decorate
+
+
+_BEHIND: dict[Kernel, Kernel] = {}  # kernel that is `computed_in_f32` -> the decorated function
+
+
+def bound_kernel(
+    kernel: Kernel, xp: Namespace, dtypes: Iterable[Any], attrs: Mapping[str, Any]
+) -> partial[Any]:
+    """A kernel with its namespace and attributes, for operands of known dtypes.
+
+    On NumPy, without half precision among them, one that is `computed_in_f32` does not look for it in every
+    call: with small operands that takes as long as the computation.
+    """
+    if xp is not np or kernel not in _BEHIND or any(is_half(dtype) for dtype in dtypes):
+        return partial(kernel, xp, **attrs)
+    return partial(_BEHIND[kernel], xp, **{name: value for name, value in attrs.items() if name != "wide"})
 
 
 def widening(kernel: Callable[..., Any]) -> Callable[..., Any]:

@@ -58,7 +58,12 @@ def _sigmoid(xp: Namespace, x: Array) -> Array:
 def _gelu_gate(xp: Namespace, x: Array, approximate: bool) -> Array:
     """The factor of x in gelu: the normal distribution function, or its logistic approximation."""
     if approximate:
-        return _sigmoid(xp, 1.5957691216057308 * (x + 0.044715 * x * x * x))
+        z = 0.044715 * x
+        z *= x
+        z *= x
+        z += x
+        z *= 1.5957691216057308
+        return _sigmoid(xp, z)
     return (1 + _erf(xp, x * 0.7071067811865476)) * x.dtype.type(0.5)
 
 

@@ -239,6 +239,40 @@ def attention(
     return store(xp, o, out_o), store(xp, lse, out_lse)
 
 
+@computed_in_f32(0)
+def attention_of_one_query(
+    xp: Namespace, q: Array, k: Array, v: Array, *, scale: float, out: Array | None = None
+) -> Array:
+    """o of `attention` for one query, which sees every key: without tiles and logsumexp, which would take
+    longer than its few scores.
+
+    Args:
+        q: [b, h, 1, d].
+        k: [b, g, t, d] of one key or more.
+        v: [b, g, t, e].
+        scale: multiplies the scores.
+
+    Returns:
+        o [b, h, 1, e].
+
+    Raises:
+        GraphError: the shapes do not fit.
+    """
+    batch, groups, heads, _, keys = _split(q, k, v)
+    o = empty(xp, out, (*q.shape[:3], v.shape[3]), q.dtype)
+    queries = blas_ready(q.reshape(batch, groups, heads, q.shape[3]))
+    scores = xp.matmul(queries, blas_ready(k).swapaxes(-1, -2))
+    if _compiled(xp, q, keys):
+        _softmax_tile(xp, scores, scale, keys, True)
+    else:
+        scores *= scores.dtype.type(scale)
+        scores -= scores.max(axis=-1, keepdims=True)
+        xp.exp(scores, out=scores)
+        scores /= scores.sum(axis=-1, keepdims=True)
+    multiply_into(xp, scores, blas_ready(v), o.reshape(batch, groups, heads, v.shape[3]))
+    return store(xp, o, out)
+
+
 def _compiled(xp: Namespace, q: Array, keys: int) -> bool:
     """Whether the compiled loops pay: float32 on NumPy and enough scores."""
     large = xp is np and q.dtype == np.float32 and (q.size // q.shape[-1]) * keys >= FUSED_MIN_SIZE

@@ -28,17 +28,13 @@ def embedding(xp: Namespace, table: Array, ids: Array, *, offset: int = 0, out: 
         y[...] = 0
         return store(xp, y, out)
     positions = ids.astype(np.int64) - offset if offset or ids.dtype.kind == "u" else ids
-    if (
-        xp is np
-        and y.flags.c_contiguous
-        and ids.size
-        and int(positions.min()) >= 0
-        and int(positions.max()) < size
-    ):
-        np.take(
-            table, positions, axis=0, out=y, mode="clip"
-        )  # "clip" writes to out directly; "raise" would buffer
-        return store(xp, y, out)
+    if xp is np and y.flags.c_contiguous and ids.size:
+        unsigned = positions.view(f"u{positions.itemsize}")  # where negative positions are the largest
+        if int(unsigned.max()) < size:
+            np.take(
+                table, positions, axis=0, out=y, mode="clip"
+            )  # "clip" writes to out directly; "raise" would buffer
+            return store(xp, y, out)
     inside = (positions >= 0) & (positions < size)
     near = xp.where(inside, positions, 0)
     if xp is np and y.flags.c_contiguous:

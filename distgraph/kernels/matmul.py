@@ -26,7 +26,7 @@ def blas_ready(x: Array) -> Array:
 
 def is_blas_ready(x: Array) -> bool:
     """Whether `blas_ready` leaves ``x`` as it is; looks at shape and strides alone."""
-    if not isinstance(x, np.ndarray) or x.ndim < 2 or x.dtype.kind not in "fc":
+    if not isinstance(x, np.ndarray) or x.flags.c_contiguous or x.ndim < 2 or x.dtype.kind not in "fc":
         return True
     (rows, columns), (down, across), item = x.shape[-2:], x.strides[-2:], x.itemsize
     row_major = (across == item or columns == 1) and (
@@ -62,10 +62,8 @@ def matmul(xp: Namespace, a: Array, b: Array, *, out: Array | None = None) -> Ar
     dtype = a.dtype if a.dtype == b.dtype else np.result_type(a.dtype, b.dtype)
     direct = out if out is not None and out.dtype == dtype else None
     if a.ndim > 2 and b.ndim == 2 and a.flags.c_contiguous:
-        y = empty(xp, direct, (*a.shape[:-1], b.shape[-1]), dtype)
-        xp.matmul(
-            a.reshape(prod(a.shape[:-1]), a.shape[-1]), b, out=y.reshape(prod(a.shape[:-1]), b.shape[-1])
-        )
+        y, rows = empty(xp, direct, (*a.shape[:-1], b.shape[-1]), dtype), prod(a.shape[:-1])
+        xp.matmul(a.reshape(rows, a.shape[-1]), b, out=y.reshape(rows, b.shape[-1]))
         return store(xp, y, out)
     y = xp.matmul(a, b) if direct is None else xp.matmul(a, b, out=direct)
     return store(xp, y, out)

@@ -25,7 +25,14 @@ from distgraph.kernels.cuda.block_kernel import (
 
 def _compiled(xp: Namespace, x: Array, *others: Array) -> bool:
     """Whether the compiled loops apply: equal float32 or float64 operands on NumPy."""
-    return all(a.dtype == x.dtype for a in others) and pays(xp, x, np.float32, np.float64)
+    return pays(xp, x, np.float32, np.float64) and all(a.dtype == x.dtype for a in others)
+
+
+def _mean(x: Array) -> Array:
+    """Mean over the last dim; of a few rows in less time than `mean` takes."""
+    total = x.sum(axis=-1)
+    total /= x.shape[-1]
+    return total
 
 
 @jit
@@ -284,9 +291,9 @@ def layer_norm(
     """
     out_y, out_mean, out_rstd = outputs(out, 3)
     if not _compiled(xp, x, w, b):
-        mean = x.mean(axis=-1)
+        mean = _mean(x)
         centred = x - mean[..., None]
-        rstd = 1 / xp.sqrt(xp.square(centred).mean(axis=-1) + x.dtype.type(eps))
+        rstd = 1 / xp.sqrt(_mean(xp.square(centred)) + x.dtype.type(eps))
         y = empty(xp, out_y, x.shape, x.dtype)
         centred *= rstd[..., None]
         centred *= w
@@ -392,7 +399,7 @@ def rms_norm(xp: Namespace, x: Array, w: Array, *, eps: float = 1e-6, out: Any =
     """
     out_y, out_rstd = outputs(out, 2)
     if not _compiled(xp, x, w):
-        rstd = 1 / xp.sqrt(xp.square(x).mean(axis=-1) + x.dtype.type(eps))
+        rstd = 1 / xp.sqrt(_mean(xp.square(x)) + x.dtype.type(eps))
         y = empty(xp, out_y, x.shape, x.dtype)
         xp.multiply(x, rstd[..., None], out=y)
         y *= w

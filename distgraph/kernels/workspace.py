@@ -21,10 +21,10 @@ from distgraph.kernels.conv import Window, block_samples, window_of
 from distgraph.kernels.matmul import einsum_workspace, is_blas_ready, matmul_workspace
 
 __all__ = [
-    "argument", "attention", "attention_grad", "avg_pool_grad", "contiguous", "conv", "conv_grad_input",
-    "conv_grad_weight", "cumulative", "dropout", "einsum_workspace", "embedding", "logarithmic_softmax",
-    "matmul_workspace", "max_pool_grad", "one_hot", "order", "padding", "pick", "pick_grad", "put_along",
-    "random", "softmax_grad", "take", "take_along", "top_k",
+    "argument", "attention", "attention_from", "attention_grad", "avg_pool_grad", "contiguous", "conv",
+    "conv_grad_input", "conv_grad_weight", "cumulative", "dropout", "einsum_workspace", "embedding",
+    "logarithmic_softmax", "matmul_workspace", "max_pool_grad", "one_hot", "order", "padding", "pick",
+    "pick_grad", "put_along", "random", "softmax_grad", "take", "take_along", "top_k",
 ]  # fmt: skip
 
 _INDEX = 8  # bytes of a position
@@ -117,6 +117,14 @@ def attention(q: Array, k: Array, v: Array, *, causal: bool = False, scale: floa
     copied = sum(x.nbytes for x in (q, k, v) if not is_blas_ready(x))
     rows, keys, _ = largest_tile(q, k, v, causal=causal)
     return int(copied + q.itemsize * rows * (keys + 2))
+
+
+def attention_from(q: Array, k: Array, v: Array, start: Array, *, scale: float) -> int:
+    """As `attention`; one query has all its scores at once."""
+    if q.shape[2] != 1:
+        return attention(q, k, v, causal=True, scale=scale)
+    copied = sum(x.nbytes for x in (q, k, v) if not is_blas_ready(x))
+    return int(copied + q.itemsize * q.shape[0] * q.shape[1] * (k.shape[2] + 2))
 
 
 def attention_grad(

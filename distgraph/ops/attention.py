@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from distgraph.errors import GraphError
 from distgraph.ir.graph import Op, Value
 from distgraph.ir.index_rule import Rule, bind
@@ -135,7 +137,9 @@ def _from_kernel(xp: Any, q: Any, k: Any, v: Any, start: Any, out: Any = None, *
         raise GraphError(
             f"queries {int(start)} to {keys - 1} do not lie within the {k.shape[2]} positions of the keys"
         )
-    visible = k[:, :, :keys], v[:, :, :keys]
+    visible = _seen(k, v, keys)
+    if xp is np and q.shape[2] == 1:
+        return kernels.attention_of_one_query(xp, q, *visible, scale=scale, out=out)
     outputs = None if out is None else (out, None)
     return kernels.attention(xp, q, *visible, causal=True, scale=scale, out=outputs)[0]
 
@@ -200,7 +204,7 @@ define(
     flops=_flops,
     cost="matmul",
     matmul_dims=_matmul_dims(0),
-    workspace=lambda q, k, v, start, *, scale: workspace.attention(q, k, v, causal=True, scale=scale),
+    workspace=workspace.attention_from,
 )
 define(
     "attention_grad",

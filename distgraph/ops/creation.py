@@ -127,8 +127,10 @@ def _infer_dynamic_update(operands: Sequence[Value], attrs: Attrs) -> list[tuple
 
 def _place(shape: Shape, sizes: Shape, starts: Any) -> tuple[slice, ...]:
     """Index of the block; starts are clamped so that it fits, as in XLA."""
-    clamped = (min(max(int(s), 0), n - size) for s, n, size in zip(starts, shape, sizes, strict=True))
-    return tuple(slice(a, a + size) for a, size in zip(clamped, sizes, strict=True))
+    return tuple(
+        slice(first := min(max(start, 0), n - size), first + size)
+        for start, n, size in zip(starts.tolist(), shape, sizes, strict=True)
+    )
 
 
 def _dynamic_slice_kernel(xp: Any, x: Any, starts: Any, out: Any = None, *, sizes: Shape) -> Any:

@@ -23,6 +23,7 @@ from distgraph.ir.dtypes import to_numpy
 from distgraph.ir.graph import Op
 from distgraph.ir.op_registry import lookup
 from distgraph.ir.printer import name_text
+from distgraph.kernels._common import bound_kernel
 from distgraph.passes.partition import LocalOp, LocalTask, RankProgram
 from distgraph.runtime.program.compiled_task import Arena
 from distgraph.runtime.program.identifiers import Identifiers, commented, literal
@@ -217,9 +218,9 @@ class Writer:
         if declared.ufunc:
             function = self.bind(declared.ufunc, getattr(self.xp, declared.ufunc))
         else:
-            function = self.bind(
-                op.kind.replace(".", "_"), functools.partial(declared.kernel, self.xp, **local.attrs)
-            )
+            dtypes = [to_numpy(v.dtype) for v in op.operands]
+            bound = bound_kernel(declared.kernel, self.xp, dtypes, local.attrs)
+            function = self.bind(op.kind.replace(".", "_"), bound)
         extra = ", micro=m" if declared.micro else ""
         self.line(f"{function}({', '.join(operands)}, out={outs}{extra})".replace("(, ", "("), op)
 

@@ -304,7 +304,7 @@ class StoragePlan:
             if name not in self.made or self.slots[name].root != name:
                 continue
             task, number = self.made[name]
-            if self.tasks[task].kind != "optimize":  # a step that fails its check writes nothing
+            if not self._may_be_written(old, self.tasks[task]):
                 continue
             local = self.tasks[task].ops[number]
             declared = lookup(local.op.kind)
@@ -329,6 +329,16 @@ class StoragePlan:
             if (computed or gathered or written) and fits:
                 self.storage.in_place[old] = name
                 self.slots[name].kind, self.slots[name].root = "view", old
+
+    def _may_be_written(self, old: str, task: LocalTask) -> bool:
+        """Whether a task may write a parameter or state: a step that fails its check leaves them unchanged.
+
+        Transient states, which every use fills anew, are written by any task that runs once a step.
+        """
+        if task.kind == "optimize":
+            return True
+        transient = "transient" in self.program.graph.producers[old].attrs
+        return transient and (not task.per_micro or self.program.graph.micro_batches == 1)
 
     def _precedes(self, place: Place, other: Place) -> bool:
         """Whether an op has run for all micro-batches before another one runs, under every schedule."""

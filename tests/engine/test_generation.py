@@ -140,6 +140,11 @@ def test_every_layout_generates_the_tokens_of_one_rank(
     assert len(caches) == 4  # keys and values of two layers
     split = [record.attr.spec.dims[1] == ("tp",) for record in caches if record.attr.mesh.sizes["tp"] > 1]
     assert all(split)  # like the heads
+    programs = [c for c in engine._session.programs.values() if c.mode == "generate"]
+    assert len(programs) == 2  # of a chunk of the prompt, of one position
+    for compiled in programs:  # positions are written into the caches, which are not copied
+        written = {name for worker in compiled.workers.values() for name in worker.storage.in_place}
+        assert written == set(engine.memory.caches)
 
 
 def test_a_long_prompt_is_read_in_chunks_of_which_the_last_overlaps() -> None:

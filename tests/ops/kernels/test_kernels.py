@@ -16,6 +16,7 @@ from support.ops.kernel_cases import Case, all_cases, as_tuple
 from distgraph.errors import GraphError, RuntimeFault
 from distgraph.kernels import _jit, activation, attention, loss, norm, optimizer, softmax
 from distgraph.kernels import random as rnd
+from distgraph.kernels._common import bound_kernel
 
 CASES = {c.name: c for c in all_cases()}
 RESULTS_OF = {"adam": (0, 2, 3), "momentum": (0, 2)}
@@ -199,6 +200,25 @@ def test_threads_may_compile_and_run_the_same_kernel_at_once() -> None:
         for got in pool.map(lambda _: run(case), range(16)):
             for g, w in zip(got, want, strict=True):
                 np.testing.assert_array_equal(g, w)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("wide", [False, True])
+def test_a_bound_kernel_computes_what_the_kernel_does(dtype: type, wide: bool) -> None:
+    x = np.random.default_rng(3).standard_normal((5, 7)).astype(dtype)
+    bound = bound_kernel(softmax.softmax, np, [x.dtype], {"axis": 0, "wide": wide})
+    got, want = bound(x), softmax.softmax(np, x, axis=0, wide=wide)
+    assert got.dtype == want.dtype
+    np.testing.assert_array_equal(got, want)
+
+
+def test_attention_of_one_query_is_that_of_a_sequence() -> None:
+    q, k, v = (np.random.default_rng(5).standard_normal((3, n, t, 8)) for n, t in ((6, 1), (2, 9), (2, 9)))
+    want = attention.attention(np, q, k, v, causal=True, scale=0.4)[0]
+    np.testing.assert_allclose(attention.attention_of_one_query(np, q, k, v, scale=0.4), want, rtol=1e-12)
+    wide = [np.repeat(x, 2000, axis=2).astype(np.float32) for x in (k, v)]  # the compiled loop
+    got = attention.attention_of_one_query(np, q.astype(np.float32), *wide, scale=0.4)
+    np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-5)
 
 
 def test_wrong_labels_and_outputs_are_refused() -> None:

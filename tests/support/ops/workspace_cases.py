@@ -105,6 +105,8 @@ def contractions() -> Iterator[Case]:
     yield Case("dynamic_slice", (f32(64, 1024), np.array([8, 0])), {"sizes": (32, 1024)})
     cached = (f32(4, 8, 64, 64), f32(4, 8, 256, 64), f32(4, 8, 256, 64), np.array(192))
     yield Case("attention_from", cached, {"scale": 0.1})
+    step = (f32(4, 8, 1, 16), f32(4, 8, 4096, 16), f32(4, 8, 4096, 16), np.array(4095))
+    yield Case("attention_from", step, {"scale": 0.1}, "one query")
     for causal in (True, False):
         shapes = [f32(4, 256, 8, 32).transpose(0, 2, 1, 3) for _ in range(5)]
         yield Case("attention_grad", (*shapes, f32(4, 8, 256)), {"causal": causal}, f"causal={causal}")
