@@ -154,8 +154,8 @@ class OpDef:
         factors: for cost matmul, the two operands whose index terms give (batch, m, n, k).
         matmul_dims: (batch, m, n, k) of an op with cost matmul that is more than a product of two operands,
             and therefore has a measured table of its own.
-        patches: for cost matmul, the number of elements that the kernel copies out of its operands to
-            multiply them, and of their contiguous rows.
+        patches: for cost matmul, the number of elements of the windows of an operand that the kernel
+            multiplies, and of their contiguous rows.
         one_hot: whether the op is a product with a matrix of one-hot rows, as a look-up in a table is:
             completion propagates axes through it as through a matmul.
         anywhere: whether an op without operands gives its result on every mesh at no cost: each mesh that

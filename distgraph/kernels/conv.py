@@ -1,9 +1,9 @@
-"""Convolution in one to three spatial dims, channels first, as im2col and one GEMM per block of samples."""
+"""Convolution in one to three spatial dims, channels first, as im2col and GEMMs by blocks of samples."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 from math import prod
@@ -18,6 +18,9 @@ _CACHE_COLUMNS = 1 << 18
 """Elements of the im2col block on a CPU: 1 MiB of float32, a second-level cache."""
 _DEVICE_COLUMNS = 1 << 28
 """The same on a GPU: 1 GiB of float32."""
+
+_ADDED = 2
+"""Copies of an element that take as long as adding one to where it came from (NumPy, rows of 14 to 56)."""
 
 ALL = slice(None)
 
@@ -50,10 +53,11 @@ def patches(
     padding: Sequence[Sequence[int]],
     dilation: Sequence[int],
 ) -> tuple[float, float]:
-    """Number of elements that a kernel copies to multiply them or to add them up, and of contiguous rows.
+    """Number of elements of the windows that a kernel multiplies or adds up, and of their contiguous rows. On
+    NumPy it copies only some of them, see `_columns`.
 
     Args:
-        what: conv, which copies nothing where its input is its own im2col, or a gradient of it.
+        what: conv, whose input may be its own im2col (then there are none), or a gradient of it.
         x, w, y: shapes of input, kernel and output.
         stride, padding, dilation: by spatial dim.
     """
@@ -105,7 +109,7 @@ def padded(xp: Namespace, x: Array, window: Window, value: float = 0.0) -> Array
     """``x`` with its spatial dims padded; ``x`` itself where there is nothing to pad."""
     if not any(a or b for a, b in window.padding):
         return x
-    wide = xp.full((*x.shape[:2], *_padded_size(window)), value, x.dtype)  # `xp.pad` does the same, slower
+    wide = xp.full((*x.shape[:2], *padded_size(window)), value, x.dtype)  # `xp.pad` does the same, slower
     wide[_inside(window)] = x
     return wide
 
@@ -113,7 +117,7 @@ def padded(xp: Namespace, x: Array, window: Window, value: float = 0.0) -> Array
 def spread(xp: Namespace, dx: Array, window: Window) -> Array:
     """Zeros of the shape of a block of inputs with its padding: ``dx`` itself where there is none."""
     if any(a or b for a, b in window.padding):
-        return xp.zeros((*dx.shape[:2], *_padded_size(window)), dx.dtype)
+        return xp.zeros((*dx.shape[:2], *padded_size(window)), dx.dtype)
     dx[...] = 0
     return dx
 
@@ -124,7 +128,8 @@ def gather(dx: Array, wide: Array, window: Window) -> None:
         dx[...] = wide[_inside(window)]
 
 
-def _padded_size(window: Window) -> tuple[int, ...]:
+def padded_size(window: Window) -> tuple[int, ...]:
+    """Lengths of the spatial dims of the input with its padding."""
     return tuple(i + a + b for i, (a, b) in zip(window.input, window.padding, strict=True))
 
 
@@ -148,13 +153,65 @@ def positions(window: Window) -> tuple[tuple[tuple[int, ...], tuple[slice, ...]]
     )
 
 
-def _columns(xp: Namespace, x: Array, window: Window) -> Array:
+def lines_apart(xp: Namespace, window: Window) -> bool:
+    """Whether the places of a kernel along the first spatial dim can share their columns: see `_columns`."""
+    return xp is np and window.kernel[0] > 1 and window.stride[0] == 1
+
+
+def columns_of(window: Window, *, apart: bool) -> int:
+    """Elements that `_columns` copies for each channel of a sample."""
+    if window.plain:
+        return 0
+    if not apart:
+        return prod(window.kernel) * prod(window.output)
+    return prod(window.kernel[1:]) * padded_size(window)[0] * prod(window.output[1:])
+
+
+def _windows(xp: Namespace, wide: Array, window: Window) -> Array:
     """The windows of padded x [n, c, *spatial] as a view [n, c, *kernel, *output]."""
-    outer, inner = x.strides[:2], x.strides[2:]
+    outer, inner = wide.strides[:2], wide.strides[2:]
     along = tuple(s * d for s, d in zip(inner, window.dilation, strict=True))
     across = tuple(s * t for s, t in zip(inner, window.stride, strict=True))
-    shape = (*x.shape[:2], *window.kernel, *window.output)
-    return xp.lib.stride_tricks.as_strided(x, shape, (*outer, *along, *across))
+    shape = (*wide.shape[:2], *window.kernel, *window.output)
+    return xp.lib.stride_tricks.as_strided(wide, shape, (*outer, *along, *across))
+
+
+def _columns(xp: Namespace, x: Array, window: Window, groups: int, apart: bool) -> Array:
+    """The inputs that the elements of a kernel meet: [n, lines, groups, depth, area] of x [n, c, *spatial].
+
+    Where ``apart``, the kernel is taken line by line along its first spatial dim. All its lines read one copy,
+    which has every line of the input for each place along the other dims, each from another line on; their
+    products are to be summed. Otherwise there is one entry for all lines, with a copy for each.
+    """
+    wide = padded(xp, x, window)
+    n, channels = x.shape[:2]
+    area = prod(window.output)
+    if window.plain:
+        return wide.reshape(n, 1, groups, channels // groups, area)
+    depth = channels // groups * prod(window.kernel)
+    if not apart:
+        return _windows(xp, wide, window).reshape(n, 1, groups, depth, area)
+    lines = xp.ascontiguousarray(_windows(xp, wide, _of_whole_lines(window))[:, :, 0])
+    depth, line, item = depth // window.kernel[0], prod(window.output[1:]), lines.itemsize
+    row = wide.shape[2] * line
+    steps = (groups * depth * row, window.dilation[0] * line, depth * row, row, 1)
+    made = (n, window.kernel[0], groups, depth, area)
+    return xp.lib.stride_tricks.as_strided(lines, made, tuple(item * step for step in steps))
+
+
+def _of_whole_lines(window: Window) -> Window:
+    """The window with one line of the kernel, which meets every line of the padded input."""
+    lines = padded_size(window)[0]
+    return replace(window, kernel=(1, *window.kernel[1:]), output=(lines, *window.output[1:]))
+
+
+def _by_lines(w: Array, groups: int, apart: bool) -> Array:
+    """The kernel [o, c / groups, *kernel] in the order of `_columns`: [lines, groups, o / groups, depth]."""
+    outputs = w.shape[0] // groups
+    if not apart:
+        return w.reshape(1, groups, outputs, prod(w.shape[1:]))
+    lines = w.reshape(groups, outputs, w.shape[1], w.shape[2], prod(w.shape[3:])).transpose(3, 0, 1, 2, 4)
+    return lines.reshape(w.shape[2], groups, outputs, w.shape[1] * prod(w.shape[3:]))
 
 
 def block_samples(samples: int, area: int, budget: int = _CACHE_COLUMNS) -> int:
@@ -197,17 +254,39 @@ def conv(
     """
     _check_channels("conv", x.shape[1], w.shape, groups)
     window = window_of("conv", x.shape[2:], w.shape[2:], **steps)
-    samples, channels, area = x.shape[0], w.shape[0], prod(window.output)
-    y = empty(xp, out, (samples, channels, *window.output), x.dtype)
-    depth = w.shape[1] * prod(window.kernel)
-    weights = w.reshape(groups, channels // groups, depth)
-    target = y.reshape(samples, groups, channels // groups, area)
-    for n in blocks(xp, samples, groups * depth * area):
-        wide = padded(xp, x[n], window)
-        columns = wide if window.plain else _columns(xp, wide, window)
-        xp.matmul(weights, columns.reshape(-1, groups, depth, area), out=target[n])
-        del wide, columns  # before the next block is made
+    y = empty(xp, out, (x.shape[0], w.shape[0], *window.output), x.dtype)
+    _convolve(xp, x, w, window, groups, y)
     return store(xp, y, out)
+
+
+def sums_lines(xp: Namespace, window: Window, x: Sequence[int], w: Sequence[int]) -> bool:
+    """Whether summing products of the lines of a kernel moves fewer elements than copying for each line."""
+    if not lines_apart(xp, window):
+        return False
+    apart = convolve_area(window, x[1], w[0], apart=True)
+    whole = convolve_area(window, x[1], w[0], apart=False)
+    return x[0] * apart + prod(w) < x[0] * whole
+
+
+def convolve_area(window: Window, channels: int, made: int, *, apart: bool) -> int:
+    """Elements that `_convolve` allocates for a sample, without its padding."""
+    products = window.kernel[0] * made * prod(window.output) if apart else 0
+    return channels * columns_of(window, apart=apart) + products
+
+
+def _convolve(xp: Namespace, x: Array, w: Array, window: Window, groups: int, y: Array) -> None:
+    """y = `conv` of x and w."""
+    samples, channels, made = x.shape[0], x.shape[1], w.shape[0]
+    apart = sums_lines(xp, window, x.shape, w.shape)
+    weights = _by_lines(w, groups, apart)
+    target = y.reshape(samples, groups, made // groups, prod(window.output))
+    for n in blocks(xp, samples, convolve_area(window, channels, made, apart=apart)):
+        columns = _columns(xp, x[n], window, groups, apart)
+        if apart:
+            xp.add.reduce(xp.matmul(weights, columns), axis=1, out=target[n])
+        else:
+            xp.matmul(weights[0], columns[:, 0], out=target[n])
+        del columns  # before the next block is made
 
 
 @computed_in_f32(0)
@@ -221,7 +300,8 @@ def conv_grad_input(
     out: Array | None = None,
     **steps: Any,
 ) -> Array:
-    """dx, the transpose of `conv` in x: columns w^T dy added back where they came from (col2im).
+    """dx, the transpose of `conv` in x: the convolution of dy with the turned kernel, or columns w^T dy added
+    back where they came from (col2im).
 
     Args:
         dy: [n, o, *output].
@@ -230,11 +310,51 @@ def conv_grad_input(
     """
     _check_channels("conv_grad_input", input_shape[1], w.shape, groups)
     window = window_of("conv_grad_input", input_shape[2:], w.shape[2:], **steps)
-    samples, made, area = dy.shape[0], w.shape[0], prod(window.output)
-    depth = w.shape[1] * prod(window.kernel)
-    weights = w.reshape(groups, made // groups, depth).swapaxes(1, 2)
     dx = empty(xp, out, input_shape, dy.dtype)
-    channels = input_shape[1]
+    turned = turned_window(xp, window, dy.shape, w.shape, groups)
+    if turned is None:
+        _add_columns(xp, dy, w, window, groups, dx)
+    else:
+        _convolve(xp, dy, _turned(w, groups), turned, groups, dx)
+    return store(xp, dx, out)
+
+
+def turned_window(
+    xp: Namespace, window: Window, dy: Sequence[int], w: Sequence[int], groups: int
+) -> Window | None:
+    """The window of the convolution of dy with the turned kernel that is the gradient of a convolution; None
+    where columns are to be added instead: for steps of several places, and where the turned kernel, or the
+    columns of dy, would be the larger ones.
+    """
+    reach = tuple(d * (k - 1) for d, k in zip(window.dilation, window.kernel, strict=True))
+    pads = tuple((r - a, r - b) for r, (a, b) in zip(reach, window.padding, strict=True))
+    if xp is not np or prod(window.stride) > 1 or min(map(min, pads)) < 0:
+        return None
+    if dy[1] // groups > dy[0] * prod(window.output):
+        return None
+    turned = Window(window.kernel, window.stride, pads, window.dilation, window.output, window.input)
+    kernel = turned_shape(w, groups)
+    copied = convolve_area(turned, dy[1], kernel[0], apart=sums_lines(xp, turned, dy, kernel))
+    return turned if copied <= _ADDED * kernel[0] * prod((*window.kernel, *window.output)) else None
+
+
+def turned_shape(w: Sequence[int], groups: int) -> tuple[int, ...]:
+    """Shape of the kernel with inputs and outputs exchanged."""
+    return groups * w[1], w[0] // groups, *w[2:]
+
+
+def _turned(w: Array, groups: int) -> Array:
+    """The kernel [o, c / groups, *kernel] with inputs and outputs exchanged and every place opposite."""
+    blocks_of = w.reshape(groups, w.shape[0] // groups, *w.shape[1:]).swapaxes(1, 2)
+    opposite = blocks_of[(ALL, ALL, ALL, *(slice(None, None, -1) for _ in w.shape[2:]))]
+    return opposite.reshape(turned_shape(w.shape, groups))
+
+
+def _add_columns(xp: Namespace, dy: Array, w: Array, window: Window, groups: int, dx: Array) -> None:
+    """dx = columns w^T dy, added back where they came from (col2im)."""
+    samples, made, area = dy.shape[0], w.shape[0], prod(window.output)
+    depth, channels = w.shape[1] * prod(window.kernel), dx.shape[1]
+    weights = w.reshape(groups, made // groups, depth).swapaxes(1, 2)
     for n in blocks(xp, samples, groups * depth * area):
         columns = xp.matmul(weights, dy[n].reshape(-1, groups, made // groups, area))
         columns = columns.reshape(-1, channels, *window.kernel, *window.output)
@@ -243,7 +363,6 @@ def conv_grad_input(
             wide[(ALL, ALL, *where)] += columns[(ALL, ALL, *place)]
         gather(dx[n], wide, window)
         del wide, columns  # before the next block is made
-    return store(xp, dx, out)
 
 
 @computed_in_f32(0)
@@ -257,8 +376,7 @@ def conv_grad_weight(
     out: Array | None = None,
     **steps: Any,
 ) -> Array:
-    """dw, the transpose of `conv` in w: dy times the columns of x, summed over samples and places in one GEMM
-    a block.
+    """dw, the transpose of `conv` in w: dy times the columns of x, summed over samples and places.
 
     Args:
         x: [n, c, *spatial].
@@ -267,15 +385,51 @@ def conv_grad_weight(
     """
     _check_channels("conv_grad_weight", x.shape[1], kernel_shape, groups)
     window = window_of("conv_grad_weight", x.shape[2:], kernel_shape[2:], **steps)
-    channels, area, dims = kernel_shape[0], prod(window.output), len(window.kernel)
-    depth = kernel_shape[1] * prod(window.kernel)
+    if multiplies_samples(xp, window, kernel_shape[0] // groups):
+        dw = _sum_of_samples(xp, x, dy, window, groups)
+    else:
+        dw = _sum_of_blocks(xp, x, dy, window, groups)
+    return store(xp, dw.reshape(tuple(kernel_shape)), out)
+
+
+def multiplies_samples(xp: Namespace, window: Window, made: int) -> bool:
+    """Whether each sample gives a product of its own, of ``made`` rows: it has enough places for one."""
+    return xp is np and made <= prod(window.output)
+
+
+def _sum_of_samples(xp: Namespace, x: Array, dy: Array, window: Window, groups: int) -> Array:
+    """The gradient of a kernel [groups, o / groups, c / groups, *kernel] as a sum of products of samples."""
+    made, apart = dy.shape[1] // groups, lines_apart(xp, window)
+    lines = window.kernel[0] if apart else 1
+    channels = x.shape[1] // groups
+    depth = channels * prod(window.kernel) // lines
+    dw = xp.zeros((lines, groups, depth, made), x.dtype)
+    for n in blocks(xp, x.shape[0], weight_area(x.shape[1], dy.shape[1], window, groups, apart)):
+        columns = _columns(xp, x[n], window, groups, apart)
+        changes = dy[n].reshape(-1, 1, groups, made, prod(window.output)).swapaxes(3, 4)
+        dw += xp.matmul(columns, changes).sum(axis=0)
+        del columns  # before the next block is made
+    dw = dw.reshape(lines, groups, channels, depth // channels, made)
+    return dw.transpose(1, 4, 2, 0, 3)
+
+
+def weight_area(channels: int, made: int, window: Window, groups: int, apart: bool) -> int:
+    """Elements that `_sum_of_samples` allocates for a sample, without its padding."""
+    products = channels * made // groups * prod(window.kernel)
+    return channels * columns_of(window, apart=apart) + products
+
+
+def _sum_of_blocks(xp: Namespace, x: Array, dy: Array, window: Window, groups: int) -> Array:
+    """The same, with one product for a block of samples."""
+    channels, area, dims = dy.shape[1], prod(window.output), len(window.kernel)
+    depth = x.shape[1] // groups * prod(window.kernel)
     dw = xp.zeros((groups, channels // groups, depth), x.dtype)
     for n in blocks(xp, x.shape[0], groups * depth * area):
-        columns = _columns(xp, padded(xp, x[n], window), window)
+        columns = _windows(xp, padded(xp, x[n], window), window)
         # [n, c, *kernel, *output] -> [c, *kernel, n, *output]
         order = (*range(1, 2 + dims), 0, *range(2 + dims, 2 + 2 * dims))
         columns = columns.transpose(order).reshape(groups, depth, -1)
         changes = dy[n].reshape(-1, channels, area).swapaxes(0, 1).reshape(groups, channels // groups, -1)
         dw += xp.matmul(changes, columns.swapaxes(1, 2))
         del columns, changes  # before the next block is made
-    return store(xp, dw.reshape(tuple(kernel_shape)), out)
+    return dw

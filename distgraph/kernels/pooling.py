@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from math import prod
 from typing import Any
 
 import numpy as np
 
-from distgraph.kernels._common import Array, Namespace, computed_in_f32, empty, store
-from distgraph.kernels.conv import ALL, Window, blocks, gather, padded, positions, spread, window_of
+from distgraph.kernels._common import Array, Namespace, computed_in_f32, empty, flat, store
+from distgraph.kernels._jit import jit, pays
+from distgraph.kernels.conv import (
+    ALL,
+    Window,
+    blocks,
+    gather,
+    padded,
+    padded_size,
+    positions,
+    spread,
+    window_of,
+)
 
 
 def _window_of(
@@ -37,13 +49,46 @@ def _reduce(reduction: Any, wide: Array, over: Window, y: Array) -> None:
 def _max_pool_grad_block(xp: Namespace, wide: Array, y: Array, dy: Array, over: Window, dx: Array) -> None:
     """`max_pool_grad` of one padded block."""
     grown = spread(xp, dx, over)
+    if pays(xp, y, np.float32, np.float64) and y.dtype == dy.dtype and grown.flags.c_contiguous:
+        planes = y.shape[0] * y.shape[1]
+        inputs, outputs = (flat(wide).reshape(planes, -1), grown.reshape(planes, -1)), (planes, -1)
+        places, first = _flat_places(over)
+        _first_of_each(*inputs, flat(y).reshape(outputs), flat(dy).reshape(outputs), places, first)
+    else:
+        _first_by_place(xp, wide, y, dy, over, grown)
+    gather(dx, grown, over)
+
+
+@lru_cache(maxsize=1024)
+def _flat_places(over: Window) -> tuple[Array, Array]:
+    """Positions in a padded input as a vector: of the places of the first window, and of the first place of
+    each window."""
+    index = np.arange(prod(padded_size(over))).reshape(padded_size(over))
+    where = [slices for _, slices in positions(over)]
+    return np.array([index[slices].flat[0] for slices in where]), index[where[0]].reshape(-1)
+
+
+@jit
+def _first_of_each(x: Any, dx: Any, y: Any, dy: Any, places: Any, first: Any) -> None:
+    """Add every dy where x first equals y in its window; all are [planes, elements]."""
+    for plane in range(x.shape[0]):
+        for window in range(first.size):
+            chosen = -1
+            for number in range(places.size - 1, -1, -1):  # without jumps, which nobody could predict
+                at = first[window] + places[number]
+                chosen = at if x[plane, at] == y[plane, window] else chosen
+            if chosen >= 0:
+                dx[plane, chosen] += dy[plane, window]
+
+
+def _first_by_place(xp: Namespace, wide: Array, y: Array, dy: Array, over: Window, grown: Array) -> None:
+    """The same in array functions."""
     free = xp.ones(y.shape, bool)
     for _, where in positions(over):
         place = (ALL, ALL, *where)
         chosen = free & (wide[place] == y)
         grown[place] += dy * chosen
         free &= ~chosen
-    gather(dx, grown, over)
 
 
 @computed_in_f32(0)

@@ -15,9 +15,22 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
+import numpy as np
+
 from distgraph.kernels._common import FUSED_MIN_SIZE, Array, is_half
 from distgraph.kernels.attention import largest_tile
-from distgraph.kernels.conv import Window, block_samples, window_of
+from distgraph.kernels.conv import (
+    Window,
+    block_samples,
+    convolve_area,
+    lines_apart,
+    multiplies_samples,
+    sums_lines,
+    turned_shape,
+    turned_window,
+    weight_area,
+    window_of,
+)
 from distgraph.kernels.matmul import einsum_workspace, is_blas_ready, matmul_workspace
 
 __all__ = [
@@ -140,33 +153,42 @@ def attention_grad(
 # spatial
 
 
-def _conv_window(x: Sequence[int], w: Sequence[int], *, groups: int = 1, **steps: Any) -> tuple[Window, int]:
-    """The window of a convolution of these shapes, and the elements of the columns of a sample."""
-    window = window_of("conv", x[2:], w[2:], **steps)
-    return window, x[1] * prod(window.kernel) * prod(window.output)
+def conv(x: Array, w: Array, *, groups: int = 1, **steps: Any) -> int:
+    """A block of samples with its padding, its columns (im2col), and products that are to be summed."""
+    window = window_of("conv", x.shape[2:], w.shape[2:], **steps)
+    return int(x.itemsize * _convolved(window, x.shape, w.shape))
 
 
-def conv(x: Array, w: Array, **attrs: Any) -> int:
-    """A block of samples with its padding, and its columns (im2col)."""
-    window, columns = _conv_window(x.shape, w.shape, **attrs)
-    samples = block_samples(x.shape[0], columns)
-    wide = _padded(x.shape, attrs["padding"])
-    return int(x.itemsize * samples * ((0 if window.plain else columns) + wide))
+def _convolved(window: Window, x: Sequence[int], w: Sequence[int]) -> int:
+    apart = sums_lines(np, window, x, w)
+    area = convolve_area(window, x[1], w[0], apart=apart)
+    by_lines = prod(w) if apart else 0  # the kernel in another order
+    return block_samples(x[0], area) * (area + _padded(x, window.padding)) + by_lines
 
 
-def conv_grad_input(dy: Array, w: Array, *, input_shape: Sequence[int], **attrs: Any) -> int:
-    """Columns of a block of samples, and the block with its padding."""
-    _, columns = _conv_window(input_shape, w.shape, **attrs)
+def conv_grad_input(dy: Array, w: Array, *, input_shape: Sequence[int], groups: int = 1, **steps: Any) -> int:
+    """What a convolution takes, and the turned kernel; or columns of a block, and it with its padding."""
+    window = window_of("conv", input_shape[2:], w.shape[2:], **steps)
+    turned = turned_window(np, window, dy.shape, w.shape, groups)
+    if turned is not None:
+        return int(dy.itemsize * (w.size + _convolved(turned, dy.shape, turned_shape(w.shape, groups))))
+    columns = input_shape[1] * prod(window.kernel) * prod(window.output)
     samples = block_samples(dy.shape[0], columns)
-    return int(dy.itemsize * samples * (columns + _padded(input_shape, attrs["padding"])))
+    return int(dy.itemsize * samples * (columns + _padded(input_shape, window.padding)))
 
 
-def conv_grad_weight(x: Array, dy: Array, *, kernel_shape: Sequence[int], **attrs: Any) -> int:
-    """A block with its padding, its columns, the gradients in the order of these, sum and term."""
-    window, columns = _conv_window(x.shape, kernel_shape, **attrs)
-    samples = block_samples(x.shape[0], columns)
+def conv_grad_weight(
+    x: Array, dy: Array, *, kernel_shape: Sequence[int], groups: int = 1, **steps: Any
+) -> int:
+    """A block with its padding, its columns, products or gradients in the order of columns, sum and term."""
+    window = window_of("conv", x.shape[2:], kernel_shape[2:], **steps)
+    if multiplies_samples(np, window, kernel_shape[0] // groups):
+        area = weight_area(x.shape[1], dy.shape[1], window, groups, lines_apart(np, window))
+        block = block_samples(x.shape[0], area) * (area + _padded(x.shape, window.padding))
+        return int(x.itemsize * (block + 2 * prod(kernel_shape)))
+    columns = x.shape[1] * prod(window.kernel) * prod(window.output)
     changes = kernel_shape[0] * prod(window.output)
-    block = samples * (columns + changes + _padded(x.shape, attrs["padding"]))
+    block = block_samples(x.shape[0], columns) * (columns + changes + _padded(x.shape, window.padding))
     return int(x.itemsize * (block + 2 * prod(kernel_shape)))
 
 
@@ -176,9 +198,12 @@ def padding(x: Array, *, padding: Sequence[Sequence[int]], **attrs: Any) -> int:
 
 
 def max_pool_grad(x: Array, y: Array, dy: Array, *, padding: Sequence[Sequence[int]], **attrs: Any) -> int:
-    """A block of inputs and of their gradient with their padding; three truth values and a term an output."""
+    """A block of inputs and of their gradient with their padding, and of what is not contiguous."""
     samples = block_samples(x.shape[0], prod(x.shape[1:]))
-    return int(samples * (2 * x.itemsize * _padded(x.shape, padding) + prod(y.shape[1:]) * (3 + dy.itemsize)))
+    wide = _padded(x.shape, padding)
+    copied = ([] if wide else [x]) + [y, dy]
+    sizes = [prod(a.shape[1:]) for a in copied if not a.flags.c_contiguous]
+    return int(samples * x.itemsize * (2 * wide + sum(sizes)))
 
 
 def avg_pool_grad(

@@ -1,4 +1,4 @@
-"""Patches of convolutions: as many elements as the kernels copy, whatever channels are made."""
+"""Patches of convolutions: as many elements as the kernels multiply, whatever channels are made."""
 
 from __future__ import annotations
 
@@ -41,21 +41,21 @@ def works_of(x: tuple[int, ...], w: tuple[int, ...], attrs: dict[str, Any]) -> d
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_as_many_as_the_kernel_copies(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_many_as_the_kernel_multiplies(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x, w, attrs = CASES[name]
-    copied: list[tuple[int, ...]] = []
+    multiplied: list[tuple[int, ...]] = []
     columns = kernels._columns
 
     def counted(*args: Any) -> Any:
         found = columns(*args)
-        copied.append(found.shape)
+        multiplied.append(found.shape)
         return found
 
     monkeypatch.setattr(kernels, "_columns", counted)
-    kernels.conv(np, np.ones(x, "f4"), np.ones(w, "f4"), **attrs)
-    elements = sum(int(np.prod(shape)) for shape in copied)
+    made = kernels.conv(np, np.ones(x, "f4"), np.ones(w, "f4"), **attrs)
+    elements = sum(int(np.prod(shape)) for shape in multiplied)
     found = works_of(x, w, attrs)
-    assert found["conv"].patches == (elements, elements / copied[0][-1])
+    assert found["conv"].patches == (elements, elements / made.shape[-1])
     assert {work.patches for work in found.values()} == {found["conv"].patches}
 
 
