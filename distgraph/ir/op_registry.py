@@ -154,12 +154,10 @@ class OpDef:
         factors: for cost matmul, the two operands whose index terms give (batch, m, n, k).
         matmul_dims: (batch, m, n, k) of an op with cost matmul that is more than a product of two operands,
             and therefore has a measured table of its own.
-        patches: for cost matmul, the number of elements of the windows of an operand that the kernel
-            multiplies, and of their contiguous rows.
+        patches: for cost matmul, how many elements of windows the kernel multiplies, and contiguous rows.
         one_hot: whether the op is a product with a matrix of one-hot rows, as a look-up in a table is:
             completion propagates axes through it as through a matmul.
-        anywhere: whether an op without operands gives its result on every mesh at no cost: each mesh that
-            reads it has its own copy.
+        anywhere: whether an op without operands has its result on every mesh: each that reads it has a copy.
         traffic: bytes that the op reads and writes, where it is not all of its operands and results.
         every_micro_batch: whether the op runs in every micro-batch even if its operands are the same in all.
         micro: the kernel also takes `micro`, the number of the micro-batch (random ops).
@@ -171,8 +169,10 @@ class OpDef:
             temporary memory grows with them. With `adds=True` it returns the bytes that `adds` needs, where
             that is declared. See `distgraph.kernels.workspace`.
         adds: `adds(xp, *arrays, out=, scale=, fresh=, **attrs)`: writes scale * result into `out` where
-            `fresh`, else adds it to `out`. For results that are summed over micro-batches; declared where it
-            is cheaper than a separate addition.
+            `fresh`, else adds it to `out`; for results that are summed over micro-batches, where it is cheaper.
+        direct: `direct(xp, *arrays, out=, **attrs)`: the same as name, operands and `out` of one ufunc call.
+        together: `together(xp, operands of each, outs of each, **attrs)`: a function of the scalar operands
+            that runs several ops. Like `direct` for arrays that stay the same; None where there is none.
     """
 
     name: str
@@ -204,6 +204,8 @@ class OpDef:
     bodies: tuple[str, ...] = ()
     boundary: Callable[[Op], tuple[tuple[ShardSpec, ...], tuple[ShardSpec, ...]]] | None = None
     adds: Kernel | None = None
+    direct: Callable[..., tuple[str, tuple[Any, ...], Any] | None] | None = None
+    together: Callable[..., Callable[..., None] | None] | None = None
     workspace: Callable[..., int] | None = None
     wide: bool = False
 

@@ -36,10 +36,10 @@ def has_numba() -> bool:
     return True
 
 
-def pays(xp: Namespace, x: Array, *dtypes: Any) -> bool:
+def pays(xp: Namespace, x: Array, *dtypes: Any, least: int = FUSED_MIN_SIZE) -> bool:
     """Whether a compiled loop over ``x`` is worth its call: Numba is installed, and ``x`` is a NumPy array of
-    at least `FUSED_MIN_SIZE` elements and of one of ``dtypes``."""
-    return xp is np and x.size >= FUSED_MIN_SIZE and x.dtype in dtypes and has_numba()
+    at least ``least`` elements and of one of ``dtypes``."""
+    return xp is np and x.size >= least and x.dtype in dtypes and has_numba()
 
 
 class Loop(Generic[P, R]):

@@ -11,7 +11,7 @@ from string import ascii_letters
 import numpy as np
 
 from distgraph.errors import GraphError
-from distgraph.kernels._common import Array, Namespace, computed_in_f32, empty, store
+from distgraph.kernels._common import Array, Namespace, computed_in_f32, empty, is_half, store
 from distgraph.kernels.gemm import add_product
 
 
@@ -67,6 +67,25 @@ def matmul(xp: Namespace, a: Array, b: Array, *, out: Array | None = None) -> Ar
         return store(xp, y, out)
     y = xp.matmul(a, b) if direct is None else xp.matmul(a, b, out=direct)
     return store(xp, y, out)
+
+
+def matmul_direct(
+    xp: Namespace, a: Array, b: Array, *, out: Array, wide: bool = False
+) -> tuple[str, tuple[Array, Array], Array] | None:
+    """`matmul` as one call of NumPy's; None where it takes more than that."""
+    if a.ndim > 2 and b.ndim == 2 and a.flags.c_contiguous and out.flags.c_contiguous:
+        a, out = a.reshape(-1, a.shape[-1]), out.reshape(-1, out.shape[-1])
+    return _one_product(xp, a, b, out)
+
+
+def _one_product(
+    xp: Namespace, a: Array | None, b: Array | None, out: Array | None
+) -> tuple[str, tuple[Array, Array], Array] | None:
+    if xp is not np or a is None or b is None or out is None or not out.size:
+        return None
+    if not a.dtype == b.dtype == out.dtype or is_half(out.dtype):
+        return None
+    return ("matmul", (a, b), out) if is_blas_ready(a) and is_blas_ready(b) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +221,22 @@ def einsum(xp: Namespace, *operands: Array, spec: str, out: Array | None = None)
         arrays.append(_contract(xp, a, b, plan, out if last else None))
         names.append(product)
     return arrays[0]
+
+
+def einsum_direct(
+    xp: Namespace, *operands: Array, spec: str, out: Array, wide: bool = False
+) -> tuple[str, tuple[Array, Array], Array] | None:
+    """`einsum` as one call of NumPy's matmul on views; None where it takes more than that."""
+    terms, result = _parse(spec)
+    shapes = tuple(tuple(o.shape) for o in operands)
+    if len(operands) != 2 or _check(spec, terms, shapes):
+        return None
+    plan = _plan_pair(*terms, result, *shapes)
+    if plan.sum_a or plan.sum_b:
+        return None
+    left = _merged(operands[0].transpose(plan.order_a), plan.shape_a)
+    right = _merged(operands[1].transpose(plan.order_b), plan.shape_b)
+    return _one_product(xp, left, right, _merged(out.transpose(plan.order_out), plan.shape))
 
 
 def einsum_add(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
 import numpy as np
 
 from distgraph.kernels._common import (
+    FUSED_MIN_SIZE,
     Array,
     Kernel,
     Namespace,
@@ -20,7 +21,7 @@ from distgraph.kernels._common import (
     store,
 )
 from distgraph.kernels._elementwise import LOOP_BLOCK, copy
-from distgraph.kernels._jit import jit, pays
+from distgraph.kernels._jit import has_numba, jit, pays
 from distgraph.kernels.cuda.elementwise_kernel import CudaKernel
 
 
@@ -39,6 +40,8 @@ def _unshared(inputs: tuple[Array, ...], outs: tuple[Array | None, ...]) -> tupl
 
 def _is_new(x: Array, out: Array) -> bool:
     """Whether ``out`` is anything but the very elements of ``x``."""
+    if x is out:
+        return False
     return bool(x.ctypes.data != out.ctypes.data or x.strides != out.strides or x.dtype != out.dtype)
 
 
@@ -68,9 +71,41 @@ def _scalar(xp: Namespace, value: Any) -> Any:
     return value if xp is not np and isinstance(value, xp.ndarray) else float(value)
 
 
+def _loop_operands(
+    tensors: Sequence[tuple[Array, ...]],
+    outs: Sequence[tuple[Array, ...]],
+    count: int,
+    updated: tuple[int, ...],
+) -> list[tuple[Any, ...]] | None:
+    """Arguments of a compiled loop for each of several tensors whose arrays stay the same: vectors of the
+    ``count`` operands, which of those in ``updated`` are written elsewhere, and vectors of the results.
+
+    None where a loop cannot be called for all of them, or is not worth its compilation.
+    """
+    first = tensors[0][0].dtype
+    if any(len(operands) != count for operands in tensors):
+        return None
+    arrays = [array for group in (*tensors, *outs) for array in group]
+    if first not in (np.float32, np.float64) or any(a.dtype != first for a in arrays):
+        return None
+    if sum(p.size for p, *_ in tensors) < FUSED_MIN_SIZE or not has_numba():
+        return None
+    if not all(array.flags.c_contiguous for array in arrays):
+        return None
+    found = []
+    for operands, results in zip(tensors, outs, strict=True):
+        inputs = tuple(operands[i] for i in updated)
+        inputs += tuple(a for i, a in enumerate(operands) if i not in updated)
+        if any(a is not b for a, b in zip(_unshared(inputs, results), inputs, strict=True)):
+            return None
+        new = tuple(_is_new(a, r) for a, r in zip(inputs, results, strict=False))
+        found.append((*(a.reshape(-1) for a in operands), new, *(r.reshape(-1) for r in results)))
+    return found
+
+
 @jit
 def _adam_loop(
-    p: Any, g: Any, m: Any, v: Any, coefficients: Any, new: Any, new_p: Any, new_m: Any, new_v: Any
+    coefficients: Any, p: Any, g: Any, m: Any, v: Any, new: Any, new_p: Any, new_m: Any, new_v: Any
 ) -> None:
     """One step of Adam; ``new`` says for p, m, v whether the output is another array than the input.
 
@@ -154,29 +189,67 @@ def adam(
     """
     outs = outputs(out, 3)
     lr, step = _scalar(xp, lr), _scalar(xp, step)
-    size = lr / (1 - beta1**step)
-    root = (1 - beta2**step) ** -0.5
-    coupled, keep = (0.0, 1 - lr * weight_decay) if decoupled else (weight_decay, 1.0)
+    numbers = _adam_numbers(lr, step, beta1, beta2, eps, weight_decay, decoupled)
     dtype = p.dtype
     if has_cuda(xp):
         results = tuple(empty(xp, o, p.shape, a.dtype) for o, a in zip(outs, (p, m, v), strict=True))
-        scalars = (xp.asarray(s, dtype=dtype) for s in (beta1, beta2, size, root, eps, coupled, keep))
+        scalars = (xp.asarray(s, dtype=dtype) for s in numbers)
         _ADAM_CUDA(p, g, m, v, *scalars, *results)
     elif xp is not np:  # `out` may share memory with operands
         results = tuple(xp.empty(p.shape, a.dtype) for a in (p, m, v))
-        _adam_passes(xp, (p, g, m, v), (beta1, beta2, size, root, eps, coupled, keep), results)
+        _adam_passes(xp, (p, g, m, v), numbers, results)
     else:
         p, m, v, g = _unshared((p, m, v, g), outs)
         results = tuple(empty(xp, o, p.shape, a.dtype) for o, a in zip(outs, (p, m, v), strict=True))
         uniform = all(a.dtype == dtype for a in (g, m, v))
         if uniform and pays(xp, p, np.float32, np.float64):
-            numbers = (beta1, beta2, 1 - beta1, 1 - beta2, size, root, eps, coupled, keep)
             new = tuple(_is_new(a, r) for a, r in zip((p, m, v), results, strict=True))
             flat_results = [r.reshape(-1) for r in results]
-            _adam_loop(flat(p), flat(g), flat(m), flat(v), np.array(numbers, dtype), new, *flat_results)
+            coefficients = _coefficients(numbers, dtype)
+            _adam_loop(coefficients, flat(p), flat(g), flat(m), flat(v), new, *flat_results)
         else:
-            _adam_passes(xp, (p, g, m, v), (beta1, beta2, size, root, eps, coupled, keep), results)
+            _adam_passes(xp, (p, g, m, v), numbers, results)
     return tuple(store(xp, r, o) for r, o in zip(results, outs, strict=True))
+
+
+def adam_together(
+    xp: Namespace,
+    tensors: Sequence[tuple[Array, ...]],
+    outs: Sequence[tuple[Array, ...]],
+    *,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    decoupled: bool = False,
+) -> Callable[[Any, Any], None] | None:
+    """A function of lr and step that takes the step of `adam` for several tensors, whose (p, g, m, v) and
+    (p', m', v') are the same arrays at every step; None where each is to be updated by a call of `adam`."""
+    operands = _loop_operands(tensors, outs, 4, (0, 2, 3)) if xp is np else None
+    if operands is None:
+        return None
+
+    def run(lr: Any, step: Any) -> None:
+        numbers = _adam_numbers(float(lr), float(step), beta1, beta2, eps, weight_decay, decoupled)
+        coefficients = _coefficients(numbers, operands[0][0].dtype)
+        for arguments in operands:
+            _adam_loop(coefficients, *arguments)
+
+    return run
+
+
+def _adam_numbers(
+    lr: Any, step: Any, beta1: float, beta2: float, eps: float, weight_decay: float, decoupled: bool
+) -> tuple[Any, ...]:
+    """beta1, beta2, step size, 1 / sqrt(1 - beta2^t), eps, coupled decay, and what decoupled decay leaves."""
+    coupled, keep = (0.0, 1 - lr * weight_decay) if decoupled else (weight_decay, 1.0)
+    return beta1, beta2, lr / (1 - beta1**step), (1 - beta2**step) ** -0.5, eps, coupled, keep
+
+
+def _coefficients(numbers: tuple[Any, ...], dtype: Any) -> Array:
+    """What `_adam_loop` takes of `_adam_numbers`."""
+    beta1, beta2, *others = numbers
+    return np.array((beta1, beta2, 1 - beta1, 1 - beta2, *others), dtype)
 
 
 def _adam_passes(
@@ -204,7 +277,7 @@ def _adam_passes(
 
 @jit
 def _momentum_loop(
-    p: Any, g: Any, buf: Any, coefficients: Any, nesterov: bool, new: Any, new_p: Any, new_buf: Any
+    coefficients: Any, nesterov: bool, p: Any, g: Any, buf: Any, new: Any, new_p: Any, new_buf: Any
 ) -> None:
     """One step of SGD with momentum; ``coefficients``: lr, momentum, weight decay."""
     lr, mu, decay = coefficients[0], coefficients[1], coefficients[2]
@@ -261,10 +334,33 @@ def momentum(
         results = tuple(empty(xp, o, p.shape, p.dtype) for o in outs)
         new = tuple(_is_new(a, r) for a, r in zip((p, buf), results, strict=True))
         numbers = np.array((lr, momentum, weight_decay), p.dtype)
-        _momentum_loop(flat(p), flat(g), flat(buf), numbers, nesterov, new, *(r.reshape(-1) for r in results))
+        flat_results = [r.reshape(-1) for r in results]
+        _momentum_loop(numbers, nesterov, flat(p), flat(g), flat(buf), new, *flat_results)
         return store(xp, results[0], outs[0]), store(xp, results[1], outs[1])
     d = g + weight_decay * p if weight_decay else g
     velocity = momentum * buf + d
     change = d + momentum * velocity if nesterov else velocity
     moved = (p - lr * change).astype(p.dtype, copy=False)
     return store(xp, moved, outs[0]), store(xp, velocity, outs[1], buf.dtype)
+
+
+def momentum_together(
+    xp: Namespace,
+    tensors: Sequence[tuple[Array, ...]],
+    outs: Sequence[tuple[Array, ...]],
+    *,
+    momentum: float = 0.9,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+) -> Callable[[Any], None] | None:
+    """For `momentum` what `adam_together` is for `adam`: a function of lr."""
+    operands = _loop_operands(tensors, outs, 3, (0, 2)) if xp is np else None
+    if operands is None:
+        return None
+
+    def run(lr: Any) -> None:
+        numbers = np.array((float(lr), momentum, weight_decay), operands[0][0].dtype)
+        for arguments in operands:
+            _momentum_loop(numbers, nesterov, *arguments)
+
+    return run

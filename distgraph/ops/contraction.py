@@ -137,6 +137,7 @@ define(
     linear=_each_alone,
     cost="matmul",
     adds=kernels.einsum_add,
+    direct=kernels.einsum_direct,
     workspace=workspace.einsum_workspace,
     wide=True,
 )
@@ -195,6 +196,7 @@ define(
     linear=((0,), (1,)),
     cost="matmul",
     workspace=workspace.matmul_workspace,
+    direct=kernels.matmul_direct,
     wide=True,
 )
 

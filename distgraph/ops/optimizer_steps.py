@@ -51,6 +51,7 @@ define(
     infer=_infer(("parameter", "gradient", "first moment", "second moment"), (0, 2, 3)),
     flops=14,
     inplace=(0, 2, 3),
+    together=kernels.adam_together,
     workspace=workspace.contiguous,
 )
 define(
@@ -60,5 +61,6 @@ define(
     infer=_infer(("parameter", "gradient", "velocity"), (0, 2)),
     flops=6,
     inplace=(0, 2),
+    together=kernels.momentum_together,
     workspace=workspace.contiguous,
 )

@@ -134,11 +134,15 @@ class FiniteCheck:
             wait_for: waits for the collectives that write a block, given its name.
         """
         verdict: Any = True if self._xp is np else self._xp.ones((), bool)
+        if self._xp is np:
+            with np.errstate(over="ignore", invalid="ignore"):  # overflow is expected and handled
+                for root, part, squarable in self._parts:
+                    wait_for(root)
+                    verdict = verdict and _is_finite(np, part, squarable)
+            return verdict
         for root, part, squarable in self._parts:
             wait_for(root)
-            if self._xp is np:
-                verdict = verdict and _is_finite(np, part, squarable)
-            elif squarable:
+            if squarable:
                 verdict = self._xp.isfinite(self._xp.dot(part, part)) & verdict
             else:
                 verdict = self._xp.isfinite(part).all() & verdict
@@ -175,7 +179,8 @@ def all_finite(xp: Any, block: Any) -> bool:
         True
     """
     flat = _squarable(block)
-    return _is_finite(xp, block, False) if flat is None else _is_finite(xp, flat, True)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return _is_finite(xp, block, False) if flat is None else _is_finite(xp, flat, True)
 
 
 def _squarable(block: Any) -> Any:
@@ -191,7 +196,6 @@ def _share(attr: DistAttr, rank: int) -> tuple[int, int]:
 
 
 def _is_finite(xp: Any, part: Any, squarable: bool) -> bool:
-    with np.errstate(over="ignore", invalid="ignore"):  # overflow is expected and handled
-        if squarable and math.isfinite(xp.dot(part, part)):
-            return True
+    if squarable and math.isfinite(xp.dot(part, part)):
+        return True
     return bool(xp.isfinite(part).all())

@@ -26,6 +26,7 @@ from distgraph.ir.printer import name_text
 from distgraph.kernels._common import bound_kernel
 from distgraph.passes.partition import LocalOp, LocalTask, RankProgram
 from distgraph.runtime.program.compiled_task import Arena
+from distgraph.runtime.program.fixed_calls import Call, call_of_several, direct_call, fixed
 from distgraph.runtime.program.identifiers import Identifiers, commented, literal
 from distgraph.runtime.program.storage import Storage, in_one_block, is_fused, is_started
 from distgraph.runtime.transport import collectives
@@ -56,6 +57,7 @@ class Writer:
         self.called: list[str] = []  # texts of further functions of the task, which its lines call
         self.micro = program.graph.micro_batches
         self.task = ""
+        self.together: list[Call] = []  # ops to be run by one call, which is not written yet
 
     def name(self, value: str) -> str:
         """Python name of a value."""
@@ -76,6 +78,7 @@ class Writer:
         return name
 
     def line(self, text: str, op: Op | None = None) -> None:
+        self.write_together()
         if op is not None:
             described = ", ".join(f"%{name_text(v.name)}" for v in op.results)
             text = f"{text:<70}  # {described} {commented(op.kind)} {commented(op.source)}".rstrip()
@@ -204,10 +207,25 @@ class Writer:
             kernel = self.bind(op.kind, functools.partial(declared.kernel, self.xp, **local.attrs))
             source = operands[0]
             if op.operands[0].shape == () and self.storage.slots[op.operands[0].name].kind == "source":
-                source = (
-                    f"{self.bind('asarray', self.xp.asarray)}({source})"  # a number of the host is no array
-                )
+                source = f"{self.bind('asarray', self.xp.asarray)}({source})"  # a number of the host
             self.line(f"copyto({targets[0]}, {kernel}({source}))", op)
+            return
+        call = Call(local, tuple(operands), tuple(targets))
+        if total is not None:
+            self.call(call, total)
+        elif declared.together is not None and len(fixed(targets, self.bound)) == len(targets):
+            if self.together and not call.goes_with(self.together[0], self.bound):
+                self.write_together()
+            self.together.append(call)
+        else:
+            self.call(call)
+
+    def call(self, call: Call, total: str | None = None) -> None:
+        """Write the call of a kernel."""
+        op, operands, targets = call.local.op, call.operands, call.targets
+        declared = lookup(op.kind)
+        if total is None and (text := direct_call(call, self.bound, self.xp, self.bind)) is not None:
+            self.line(text, op)
             return
         outs = targets[0] if len(targets) == 1 else f"({', '.join(targets)})"
         if total is not None:
@@ -219,10 +237,20 @@ class Writer:
             function = self.bind(declared.ufunc, getattr(self.xp, declared.ufunc))
         else:
             dtypes = [to_numpy(v.dtype) for v in op.operands]
-            bound = bound_kernel(declared.kernel, self.xp, dtypes, local.attrs)
+            bound = bound_kernel(declared.kernel, self.xp, dtypes, call.local.attrs)
             function = self.bind(op.kind.replace(".", "_"), bound)
         extra = ", micro=m" if declared.micro else ""
         self.line(f"{function}({', '.join(operands)}, out={outs}{extra})".replace("(, ", "("), op)
+
+    def write_together(self) -> None:
+        """Write the call of one function for the ops that were kept back; each op where there is none."""
+        calls, self.together = self.together, []
+        text = call_of_several(calls, self.bound, self.xp, self.bind) if calls else None
+        if text is not None:
+            self.line(text)
+            return
+        for call in calls:
+            self.call(call)
 
     def loop(self, local: LocalOp) -> None:
         """Run a loop, whose body is a task of its own."""
@@ -424,6 +452,7 @@ class Writer:
 
     def hand_over(self, task: LocalTask, started: set[str]) -> None:
         """End a task: wait for collectives without readers, and pass the others on to the tasks that wait."""
+        self.write_together()
         for value in self.storage.waits.get((task.name, len(task.ops)), ()):
             if value in started:
                 self.wait(value)
