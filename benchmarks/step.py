@@ -2,8 +2,8 @@
 
     python benchmarks/step.py [--quick] [--only mlp_dp2] [--peers] [--json FILE]
 
-Compared, each on its own processes with one BLAS thread a rank: the GPT on one rank against PyTorch eager,
-its generation with a cache against a NumPy loop and PyTorch;
+Compared, each on its own processes with one BLAS thread a rank: the GPT, a conv net and an MLP of many narrow
+layers on one rank against PyTorch eager, the GPT's generation with a cache against a NumPy loop and PyTorch;
 the MLP data, tensor and pipeline parallel on two MPI ranks against the hand-written program of the same
 algorithm and against DDP, DTensor tensor parallel and 1F1B over gloo; ZeRO-2 against FSDP2. Models, data
 and initial numbers are those of `benchmarks/support/peers/__init__.py`, and losses must agree to 1e-4 or
@@ -93,6 +93,8 @@ class Case:
 CASES = (
     Case("gpt_serial", 1, {"torch": "gpt_serial_over_torch"}),
     Case("gpt_generate", 1, {"handwritten": "generate_over_handwritten", "torch": "generate_over_torch"}),
+    Case("conv_serial", 1, {"torch": "conv_serial_over_torch"}),
+    Case("narrow_serial", 1, {"torch": "narrow_serial_over_torch"}),
     Case("mlp_dp2", 2, {"handwritten": "mlp_dp2_over_handwritten", "torch": "mlp_dp2_over_torch"}),
     Case("mlp_tp2", 2, {"handwritten": "mlp_tp2_over_handwritten", "torch": "mlp_tp2_over_torch"}),
     Case("mlp_pp2", 2, {"handwritten": "mlp_pp2_over_handwritten", "torch": "mlp_pp2_over_torch"}),

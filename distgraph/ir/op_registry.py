@@ -169,7 +169,7 @@ class OpDef:
             temporary memory grows with them. With `adds=True` it returns the bytes that `adds` needs, where
             that is declared. See `distgraph.kernels.workspace`.
         adds: `adds(xp, *arrays, out=, scale=, fresh=, **attrs)`: writes scale * result into `out` where
-            `fresh`, else adds it to `out`; for results that are summed over micro-batches, where it is cheaper.
+            `fresh`, else adds it to `out`; for sums over micro-batches, where that is cheaper.
         direct: `direct(xp, *arrays, out=, **attrs)`: the same as name, operands and `out` of one ufunc call.
         together: `together(xp, operands of each, outs of each, **attrs)`: a function of the scalar operands
             that runs several ops. Like `direct` for arrays that stay the same; None where there is none.

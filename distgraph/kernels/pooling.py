@@ -52,33 +52,35 @@ def _max_pool_grad_block(xp: Namespace, wide: Array, y: Array, dy: Array, over: 
     if pays(xp, y, np.float32, np.float64) and y.dtype == dy.dtype and grown.flags.c_contiguous:
         planes = y.shape[0] * y.shape[1]
         inputs, outputs = (flat(wide).reshape(planes, -1), grown.reshape(planes, -1)), (planes, -1)
-        places, first = _flat_places(over)
-        _first_of_each(*inputs, flat(y).reshape(outputs), flat(dy).reshape(outputs), places, first)
+        _first_of_each(*inputs, flat(y).reshape(outputs), flat(dy).reshape(outputs), *_flat_places(over))
     else:
         _first_by_place(xp, wide, y, dy, over, grown)
     gather(dx, grown, over)
 
 
 @lru_cache(maxsize=1024)
-def _flat_places(over: Window) -> tuple[Array, Array]:
-    """Positions in a padded input as a vector: of the places of the first window, and of the first place of
-    each window."""
-    index = np.arange(prod(padded_size(over))).reshape(padded_size(over))
+def _flat_places(over: Window) -> tuple[Array, Array, Any]:
+    """Positions in a padded input as a vector: of the first place of each window, of all places of the first
+    window from the last on; and their number."""
+    index = np.arange(prod(padded_size(over)), dtype=np.uint64).reshape(padded_size(over))
     where = [slices for _, slices in positions(over)]
-    return np.array([index[slices].flat[0] for slices in where]), index[where[0]].reshape(-1)
+    places = np.array([index[slices].flat[0] for slices in reversed(where)])
+    return index[where[0]].reshape(-1), places, np.uint64(index.size)
 
 
 @jit
-def _first_of_each(x: Any, dx: Any, y: Any, dy: Any, places: Any, first: Any) -> None:
-    """Add every dy where x first equals y in its window; all are [planes, elements]."""
+def _first_of_each(x: Any, dx: Any, y: Any, dy: Any, first: Any, backwards: Any, nowhere: Any) -> None:
+    """Add every dy where x first equals y in its window; all are [planes, elements]. Positions are unsigned,
+    as Numba looks at the sign of others; ``nowhere`` is none of them."""
     for plane in range(x.shape[0]):
+        inputs, changes, largest, gradient = x[plane], dx[plane], y[plane], dy[plane]
         for window in range(first.size):
-            chosen = -1
-            for number in range(places.size - 1, -1, -1):  # without jumps, which nobody could predict
-                at = first[window] + places[number]
-                chosen = at if x[plane, at] == y[plane, window] else chosen
-            if chosen >= 0:
-                dx[plane, chosen] += dy[plane, window]
+            start, value, chosen = first[window], largest[window], nowhere
+            for place in backwards:  # without jumps, which nobody could predict
+                at = start + place
+                chosen = at if inputs[at] == value else chosen
+            if chosen != nowhere:
+                changes[chosen] += gradient[window]
 
 
 def _first_by_place(xp: Namespace, wide: Array, y: Array, dy: Array, over: Window, grown: Array) -> None:

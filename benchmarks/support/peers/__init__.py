@@ -10,6 +10,9 @@ so that programs can be compared from the same start.
 The models, the same for everyone:
 * MLP: `layers` x (linear with bias, then ReLU, but no ReLU after the last); loss = mean over batch and
   width of (output - target)^2; Adam without weight decay; the same batch at every step.
+* narrow MLP: the same with many layers and small products, where calls cost more than products.
+* conv net: convolutions with bias that keep the size, each with ReLU and max pooling by 2, then a linear
+  layer; mean cross-entropy, Adam.
 * GPT: pre-LN blocks, tanh GELU, learned positions, untied head without bias, mean cross-entropy, Adam.
 """
 
@@ -38,6 +41,25 @@ class MlpSizes:
     width: int = 1024
     batch: int = 512
     microbatches: int = 4
+
+
+NARROW = MlpSizes(layers=24, width=64, batch=32)
+
+
+@dataclass(frozen=True, slots=True)
+class ConvSizes:
+    """Sizes of the conv net; images are square, and each layer halves them."""
+
+    channels: tuple[int, ...] = (1, 16, 32)
+    kernel: int = 5
+    image: int = 28
+    batch: int = 64
+    classes: int = 10
+
+    @property
+    def features(self) -> int:
+        """Inputs of the linear layer."""
+        return int(self.channels[-1] * (self.image >> (len(self.channels) - 1)) ** 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +104,30 @@ def mlp_batch(sizes: MlpSizes) -> tuple[Array, Array]:
     random = np.random.default_rng(11)
     shape = (sizes.batch, sizes.width)
     return random.standard_normal(shape).astype(np.float32), random.standard_normal(shape).astype(np.float32)
+
+
+def conv_parameters(sizes: ConvSizes) -> dict[str, Array]:
+    """Initial parameters of the conv net by name: `convs.i.{weight [out, in, kernel, kernel], bias}` and
+    `head.{weight [features, classes], bias}`; He-normal weights, small biases."""
+    random = np.random.default_rng(23)
+
+    def normal(scale: float, *shape: int) -> Array:
+        return (scale * random.standard_normal(shape)).astype(np.float32)
+
+    parameters: dict[str, Array] = {}
+    for layer, (inputs, outputs) in enumerate(zip(sizes.channels, sizes.channels[1:], strict=False)):
+        scale = float(np.sqrt(2.0 / (inputs * sizes.kernel**2)))
+        parameters[f"convs.{layer}.weight"] = normal(scale, outputs, inputs, sizes.kernel, sizes.kernel)
+        parameters[f"convs.{layer}.bias"] = normal(0.1, outputs)
+    parameters["head.weight"] = normal(sizes.features**-0.5, sizes.features, sizes.classes)
+    return parameters | {"head.bias": normal(0.1, sizes.classes)}
+
+
+def conv_batch(sizes: ConvSizes) -> tuple[Array, NDArray[np.int64]]:
+    """Images [batch, channels, image, image], standard normal, and their classes [batch]."""
+    random = np.random.default_rng(29)
+    shape = (sizes.batch, sizes.channels[0], sizes.image, sizes.image)
+    return random.standard_normal(shape).astype(np.float32), random.integers(sizes.classes, size=sizes.batch)
 
 
 def gpt_parameters(sizes: GptSizes) -> dict[str, Array]:

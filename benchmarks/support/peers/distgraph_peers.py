@@ -1,5 +1,5 @@
-"""distgraph's side of the step benchmark: the GPT on one rank (training and generation), the MLP data, tensor
-and pipeline parallel and ZeRO-2 on two.
+"""distgraph's side of the step benchmark: the GPT (training and generation), the conv net and the narrow MLP
+on one rank, the MLP data, tensor and pipeline parallel and ZeRO-2 on two.
 
 Each program is a serial model written with `dg.nn`, a few annotations, and `Engine.prepare` and `Engine.run`;
 nothing below the public front is touched but the initial values, which come from `benchmarks.support.peers`.
@@ -22,10 +22,14 @@ from benchmarks.support.peers import (
     BETA2,
     EPSILON,
     LEARNING_RATE,
+    NARROW,
     Array,
+    ConvSizes,
     GptSizes,
     MlpSizes,
     Report,
+    conv_batch,
+    conv_parameters,
     gpt_batch,
     gpt_parameters,
     merge,
@@ -40,7 +44,10 @@ from distgraph import nn, ops
 from distgraph.optim import Adam, shard_states
 from distgraph.runtime.launch.mpi_rank import current_transport
 
-PROGRAMS = ("gpt_serial", "gpt_generate", "mlp_serial", "mlp_dp2", "mlp_tp2", "mlp_pp2", "mlp_zero2")
+PROGRAMS = (
+    "gpt_serial", "gpt_generate", "conv_serial", "narrow_serial",
+    "mlp_serial", "mlp_dp2", "mlp_tp2", "mlp_pp2", "mlp_zero2",
+)  # fmt: skip
 
 
 class Mlp(nn.Module):
@@ -60,6 +67,21 @@ class Mlp(nn.Module):
             if number < last:
                 x = ops.relu(x)
         return x
+
+
+class ConvNet(nn.Module):
+    """The conv net of `benchmarks.support.peers`."""
+
+    def __init__(self, sizes: ConvSizes) -> None:
+        pairs = zip(sizes.channels, sizes.channels[1:], strict=False)
+        self.convs = [nn.Conv2d(*pair, sizes.kernel, padding=sizes.kernel // 2) for pair in pairs]
+        self.head = nn.Linear(sizes.features, sizes.classes)
+
+    def forward(self, x: Any) -> Any:
+        """[batch, channels, image, image] to [batch, classes]."""
+        for conv in self.convs:
+            x = ops.max_pool(ops.relu(conv(x)), 2)
+        return self.head(x.reshape((x.shape[0], -1)))
 
 
 class Gpt(nn.Module):
@@ -124,6 +146,13 @@ def mlp_engine(name: str, sizes: MlpSizes) -> dg.Engine:
     return engine
 
 
+def conv_engine(sizes: ConvSizes) -> dg.Engine:
+    """The engine of the conv net."""
+    engine = dg.Engine(ConvNet(sizes), nn.CrossEntropy(), adam())
+    start_from(engine, conv_parameters(sizes))
+    return engine
+
+
 def gpt_engine(sizes: GptSizes) -> dg.Engine:
     """The engine of the GPT."""
     engine = dg.Engine(Gpt(sizes), nn.CrossEntropy(), adam())
@@ -160,6 +189,10 @@ def engine_of(name: str, sizes: MlpSizes) -> tuple[dg.Engine, Any]:
     """The engine of a program, and the batch that it trains on."""
     if name == "gpt_serial":
         return gpt_engine(GptSizes()), gpt_batch(GptSizes())
+    if name == "conv_serial":
+        return conv_engine(ConvSizes()), conv_batch(ConvSizes())
+    if name == "narrow_serial":
+        sizes = NARROW
     return mlp_engine(name, sizes), mlp_batch(sizes)
 
 

@@ -1,5 +1,5 @@
-"""The MLP in PyTorch on two CPU ranks (gloo, one thread each) and the GPT on one, in PyTorch's own
-documented ways.
+"""The MLP in PyTorch on two CPU ranks (gloo, one thread each) and the GPT, the conv net and the narrow MLP on
+one, in PyTorch's own documented ways.
 
 DDP, tensor parallel by `parallelize_module`, 1F1B by `torch.distributed.pipelining`, FSDP2 by
 `fully_shard`; all eager, Adam with its fastest CPU implementation (`fused=True`) where that takes the
@@ -40,8 +40,12 @@ from benchmarks.support.peers import (
     BETA2,
     EPSILON,
     LEARNING_RATE,
+    NARROW,
+    ConvSizes,
     GptSizes,
     MlpSizes,
+    conv_batch,
+    conv_parameters,
     gpt_batch,
     gpt_parameters,
     merge,
@@ -212,18 +216,50 @@ class Gpt(nn.Module):
 
 def gpt_serial(sizes: GptSizes) -> Step:
     """The GPT, eager, one thread."""
-    model = Gpt(sizes)
     tokens, targets = (torch.from_numpy(part) for part in gpt_batch(sizes))
+    return classifier_step(Gpt(sizes), tokens, targets)
+
+
+class ConvNet(nn.Module):
+    """The conv net of `benchmarks.support.peers` with its initial parameters."""
+
+    def __init__(self, sizes: ConvSizes) -> None:
+        super().__init__()
+        pairs = zip(sizes.channels, sizes.channels[1:], strict=False)
+        self.convs = nn.ModuleList(nn.Conv2d(a, b, sizes.kernel, padding=sizes.kernel // 2) for a, b in pairs)
+        self.head = nn.Linear(sizes.features, sizes.classes)
+        initial = conv_parameters(sizes)
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                value = torch.from_numpy(initial[name])
+                parameter.copy_(value.T if name == "head.weight" else value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, channels, image, image] to [batch, classes]."""
+        for conv in self.convs:
+            x = F.max_pool2d(F.relu(conv(x)), 2)
+        logits: Tensor = self.head(x.flatten(1))
+        return logits
+
+
+def classifier_step(model: nn.Module, x: Tensor, classes: Tensor) -> Step:
+    """Zero, forward, mean cross-entropy over the last dim, backward, update."""
     optimizer = adam(model.parameters())
 
     def step() -> float:
         optimizer.zero_grad(set_to_none=True)
-        loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+        loss = F.cross_entropy(model(x).flatten(0, -2), classes.flatten())
         torch.autograd.backward(loss)
         optimizer.step()
         return loss.item()
 
     return step
+
+
+def conv_serial(sizes: ConvSizes) -> Step:
+    """The conv net, eager, one thread."""
+    x, classes = (torch.from_numpy(part) for part in conv_batch(sizes))
+    return classifier_step(ConvNet(sizes), x, classes)
 
 
 MLP_PROGRAMS: dict[str, Callable[[MlpSizes], Step]] = {
@@ -234,12 +270,18 @@ MLP_PROGRAMS: dict[str, Callable[[MlpSizes], Step]] = {
 }
 
 
+SERIAL_PROGRAMS: dict[str, Callable[[MlpSizes], Step]] = {
+    "gpt_serial": lambda sizes: gpt_serial(GptSizes()),
+    "gpt_generate": lambda sizes: torch_generation(GptSizes()),
+    "conv_serial": lambda sizes: conv_serial(ConvSizes()),
+    "narrow_serial": lambda sizes: mlp_serial(NARROW),
+    "mlp_serial": mlp_serial,
+}
+
+
 def run_serial(name: str, arguments: argparse.Namespace) -> None:
     """Run a program of one rank."""
-    if name == "gpt_generate":
-        step = torch_generation(GptSizes())
-    else:
-        step = gpt_serial(GptSizes()) if name == "gpt_serial" else mlp_serial(mlp_sizes(arguments))
+    step = SERIAL_PROGRAMS[name](mlp_sizes(arguments))
     merge([timed_steps(step, lambda: None, arguments.steps, arguments.warmup)]).print()
 
 
@@ -299,7 +341,7 @@ def run_pair(arguments: argparse.Namespace) -> int:
 def main() -> int:
     """Run the programs named on the command line."""
     torch.set_num_threads(1)
-    parser = program_arguments(__doc__, ["gpt_serial", "gpt_generate", "mlp_serial", *MLP_PROGRAMS])
+    parser = program_arguments(__doc__, [*SERIAL_PROGRAMS, *MLP_PROGRAMS])
     arguments = parser.parse_args()
     alone = [name for name in arguments.names if name not in MLP_PROGRAMS]
     if alone and len(alone) < len(arguments.names):
