@@ -92,15 +92,15 @@ def _loop_operands(
         return None
     if not all(array.flags.c_contiguous for array in arrays):
         return None
-    found = []
+    arguments = []
     for operands, results in zip(tensors, outs, strict=True):
         inputs = tuple(operands[i] for i in updated)
         inputs += tuple(a for i, a in enumerate(operands) if i not in updated)
         if any(a is not b for a, b in zip(_unshared(inputs, results), inputs, strict=True)):
             return None
         new = tuple(_is_new(a, r) for a, r in zip(inputs, results, strict=False))
-        found.append((*(a.reshape(-1) for a in operands), new, *(r.reshape(-1) for r in results)))
-    return found
+        arguments.append((*(a.reshape(-1) for a in operands), new, *(r.reshape(-1) for r in results)))
+    return arguments
 
 
 @jit

@@ -55,10 +55,10 @@ def direct_call(call: Call, bound: Mapping[str, Any], xp: Any, bind: Bind) -> st
     arrays = fixed(names, bound)
     if declared is None or len(call.targets) > 1 or len(arrays) < len(names):
         return None
-    found = declared(xp, *arrays[:-1], out=arrays[-1], **call.local.attrs)
-    if found is None:
+    written = declared(xp, *arrays[:-1], out=arrays[-1], **call.local.attrs)
+    if written is None:
         return None
-    ufunc, operands, out = found
+    ufunc, operands, out = written
     views = [
         name if _is_same(bound[name], array) else bind(f"{name}_view", array)
         for name, array in zip(names, (*operands, out), strict=True)

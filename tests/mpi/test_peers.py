@@ -174,8 +174,9 @@ def test_a_ratio_is_the_median_of_the_pairs(driver: ModuleType) -> None:
 
 def test_programs_that_share_a_start_have_one_number_of_ranks(driver: ModuleType) -> None:
     names = [[case.name for case in group] for group in driver.starts(driver.CASES, True)]
-    assert names == [["gpt_serial", "gpt_generate"], ["mlp_dp2", "mlp_tp2", "mlp_pp2", "mlp_zero2"]]
-    assert [len(group) for group in driver.starts(driver.CASES, False)] == [1] * 6
+    serial = ["gpt_serial", "gpt_generate", "conv_serial", "narrow_serial"]
+    assert names == [serial, ["mlp_dp2", "mlp_tp2", "mlp_pp2", "mlp_zero2"]]
+    assert [len(group) for group in driver.starts(driver.CASES, False)] == [1] * 8
 
 
 @pytest.mark.parametrize("reports", [0, 1, 3])
