@@ -42,13 +42,8 @@ class Writer:
         self.program, self.storage, self.arena, self.xp = program, storage, arena, xp
         self.transport = transport
         self.makers = program.makers()
-        self.bound: dict[str, Any] = {
-            "comm": transport,
-            "xp": xp,
-            "feeds": arena.feeds,
-            "pending": arena.pending,
-        }
-        self.bound["copyto"] = xp.copyto
+        self.bound: dict[str, Any] = {"comm": transport, "xp": xp, "copyto": xp.copyto}
+        self.bound |= {"feeds": arena.feeds, "pending": arena.pending}
         self.bindings: dict[tuple[str, int], str] = {}  # (hint, id of the object) -> name
         self.identifiers = Identifiers([*self.bound, "m", "work"])
         self.ready: set[str] = set()
@@ -213,7 +208,7 @@ class Writer:
         call = Call(local, tuple(operands), tuple(targets))
         if total is not None:
             self.call(call, total)
-        elif declared.together is not None and len(fixed(targets, self.bound)) == len(targets):
+        elif declared.together and self.xp is np and len(fixed(targets, self.bound)) == len(targets):
             if self.together and not call.goes_with(self.together[0], self.bound):
                 self.write_together()
             self.together.append(call)
