@@ -145,7 +145,6 @@ def computed_in_f32(
                     break
             else:
                 return kernel(xp, *arrays, out=out, **attrs)
-            dtypes = [getattr(a, "dtype", None) for a in arrays]
             widened = [a if d is None else widen(xp, a) for a, d in zip(arrays, dtypes, strict=True)]
             if wide:
                 return kernel(xp, *widened, out=out, **attrs)

@@ -50,8 +50,8 @@ def slow_down(rank: int, factor: float) -> None:
 
         return run
 
-    def compile_slowed(worker: Worker) -> Any:
-        tasks = compile_tasks(worker)
+    def compile_slowed(worker: Worker, graphs: Any) -> Any:
+        tasks = compile_tasks(worker, graphs)
         if worker.program.rank != rank:
             return tasks
         return {
