@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -31,7 +31,7 @@ from distgraph.runtime.forecast.op_cost import NOTHING, OpCost, Work
 from distgraph.runtime.program.build import build
 from distgraph.runtime.program.compiled_task import CompiledTask
 
-_LINE: Final = re.compile(r"  # %([^,\s]+)")  # the comment of a line names its results
+_LINE: Final = re.compile(r"  # %([^,\s]+)(?: to %([^,\s]+))?")  # the comment of a line names its results
 CLOCKS: Final = (time.perf_counter, time.thread_time)
 """Wall clock and CPU clock."""
 _SHORT_OP: Final = 1e-4  # seconds up to which an op is timed by the wall clock
@@ -87,8 +87,17 @@ class PreparedProbe:
 
     def _use_cpu_clock(self, long: Set[str]) -> None:
         """Time these ops by the CPU clock and all others by the wall clock."""
-        stamped = {name: _with_clocks(task, self._seconds, long) for name, task in self._tasks.items()}
+        stamped = {
+            name: _with_clocks(task, self._seconds, long, self._shares) for name, task in self._tasks.items()
+        }
         self._worker.tasks.update(stamped)
+
+    def _shares(self, first: str, last: str) -> dict[str, float]:
+        """Parts of the time of one call that runs several ops, such as updates: by their bytes."""
+        names, works = list(self._works), self._works
+        span = names[names.index(first) : names.index(last) + 1]
+        nbytes = {name: works[name].nbytes for name in span if works[name].op == works[first].op}
+        return {name: size / sum(nbytes.values()) for name, size in nbytes.items()}
 
     @property
     def works(self) -> tuple[Work, ...]:
@@ -147,24 +156,32 @@ def _block(random: np.random.Generator, shape: tuple[int, ...], dtype: str, zero
     return random.integers(0, high, shape).astype(kind)
 
 
-def _with_clocks(task: CompiledTask, seconds: dict[str, list[float]], long: Set[str]) -> CompiledTask:
+def _with_clocks(
+    task: CompiledTask,
+    seconds: dict[str, list[float]],
+    long: Set[str],
+    shares: Callable[[str, str], Mapping[str, float]],
+) -> CompiledTask:
     """The task with clocks between its lines, which append the seconds of each line under its first result.
 
     Args:
         task: generated task.
         seconds: first result of a line -> seconds of every run of it.
         long: first results of lines that are timed by the CPU clock.
+        shares: (first, last result of a line that runs several ops) -> results -> parts of its seconds.
     """
     clocks = dict(zip(("wall", "processor"), CLOCKS, strict=True))
     overhead = {name: _clock_seconds(clock) for name, clock in clocks.items()}
 
     def stamped(function: Callable[[int], None]) -> Callable[[int], None]:
-        text, names = _clocked_source(task.source, function.__name__, long)
-        reading = [overhead["processor" if name in long else "wall"] for name in names]
+        text, lines = _clocked_source(task.source, function.__name__, long)
+        reading = [overhead["processor" if first in long else "wall"] for first, _ in lines]
+        parts = [shares(first, last) if last else {first: 1.0} for first, last in lines]
 
         def note(*spans: float) -> None:
-            for name, span, less in zip(names, spans, reading, strict=True):
-                seconds.setdefault(name, []).append(max(span - less, 1e-9))
+            for part, span, less in zip(parts, spans, reading, strict=True):
+                for name, share in part.items():
+                    seconds.setdefault(name, []).append(share * max(span - less, 1e-9))
 
         scope = {**task.scope, **clocks, "note": note}
         exec(compile(text, f"<timed {task.name}>", "exec"), scope)
@@ -174,10 +191,11 @@ def _with_clocks(task: CompiledTask, seconds: dict[str, list[float]], long: Set[
     return replace(task, body=stamped(task.body), last=stamped(task.last))
 
 
-def _clocked_source(source: str, function: str, long: Set[str]) -> tuple[str, list[str]]:
-    """Source of one function of a task with clocks, and the first result of every timed line."""
+def _clocked_source(source: str, function: str, long: Set[str]) -> tuple[str, list[tuple[str, str]]]:
+    """Source of one function of a task with clocks, and of every timed line the first result, and the last
+    one where the line runs several ops."""
     rest = source.partition(f"def {function}(m):\n")[2]
-    text, names = [f"def {function}(m):"], list[str]()
+    text, names = [f"def {function}(m):"], list[tuple[str, str]]()
     for line in rest.split("\n\n\n")[0].rstrip().split("\n"):
         match = _LINE.search(line)
         if match is None:
@@ -185,7 +203,7 @@ def _clocked_source(source: str, function: str, long: Set[str]) -> tuple[str, li
             continue
         number, name = len(names), match.group(1)
         clock = "processor" if name in long else "wall"
-        names.append(name)
+        names.append((name, match.group(2) or ""))
         text += [f"    begin_{number} = {clock}()", line, f"    end_{number} = {clock}()"]
     text.append("    note(" + ", ".join(f"end_{i} - begin_{i}" for i in range(len(names))) + ")")
     return "\n".join(text), names

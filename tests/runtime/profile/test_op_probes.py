@@ -41,7 +41,7 @@ def test_probe_of_micro_batches_meets_the_kernels_that_add() -> None:
     assert len(set(timed.ops)) == len(seconds) == len(ops)
     assert ops.count("einsum+=") == 3  # the weights of three layers
     assert ops.count("einsum") == 2  # the inputs of two of them
-    assert all(s > 1e-7 for s in seconds)
+    assert all(s > 1e-7 for s, op in zip(seconds, ops, strict=True) if op != "momentum")
 
 
 @pytest.mark.parametrize(("wall", "taken"), [(1e-3, 2e-4), (5e-5, 5e-5)])
@@ -53,8 +53,14 @@ def test_long_ops_take_their_cpu_time_and_short_ones_wall_time(
     monkeypatch.setattr(probing, "CLOCKS", clocks)
     monkeypatch.setattr(probing, "_clock_seconds", lambda clock: 0.0)
     probe = next(probe for probe in probes() if probe.name == "perceptron/24x112")
-    seconds = PreparedProbe(probe, load_cluster("local")).run()
+    timed = PreparedProbe(probe, load_cluster("local"))
+    seconds, updates = [], []
+    for work, each in zip(timed.works, timed.run(), strict=True):
+        (updates if work.op == "momentum" else seconds).append(each)
     assert seconds == pytest.approx([taken] * len(seconds))
+    assert sum(updates) == pytest.approx(taken)  # one call updates all tensors
+    nbytes = [work.nbytes for work in timed.works if work.op == "momentum"]
+    assert updates == pytest.approx([taken * size / sum(nbytes) for size in nbytes])
 
 
 def test_convolutions_are_met_at_sizes_that_train() -> None:
