@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -74,6 +74,7 @@ class PreparedProbe:
             self._feeds[str(op.attrs["name"])] = blocks if shape else to_numpy(dtype).type(1)
         cost = OpCost(program, self._worker.storage, ComputeCost(cluster), 0)
         self._seconds: dict[str, list[float]] = {}
+        self._lines: dict[str, tuple[str, float]] = {}  # result -> first one of its line, part of its time
         self._tasks = dict(self._worker.tasks)
         self._works = _works(program.makers(), cost)
         self.nbytes = sum(value.nbytes for op in program.graph.ops for value in op.results)
@@ -82,22 +83,24 @@ class PreparedProbe:
         self._worker.step(self._feeds)
         usual = {name: float(np.mean(spans)) for name, spans in self._seconds.items()}
         self._use_cpu_clock({name for name, seconds in usual.items() if seconds > _SHORT_OP})
-        self.ops = tuple(name for name in self._works if name in self._seconds)
-        self._usual = np.array([usual[name] for name in self.ops])
+        self.ops = tuple(name for name in self._works if name in self._lines)
+        lines = (self._lines[name] for name in self.ops)
+        self._usual = np.array([share * usual[first] for first, share in lines])
 
     def _use_cpu_clock(self, long: Set[str]) -> None:
         """Time these ops by the CPU clock and all others by the wall clock."""
-        stamped = {
-            name: _with_clocks(task, self._seconds, long, self._shares) for name, task in self._tasks.items()
-        }
+        stamped = {name: _with_clocks(task, self._seconds, long) for name, task in self._tasks.items()}
         self._worker.tasks.update(stamped)
+        for task in self._tasks.values():
+            for first, last in _LINE.findall(task.source):
+                self._lines.update(self._shares(first, last) if last else {first: (first, 1.0)})
 
-    def _shares(self, first: str, last: str) -> dict[str, float]:
+    def _shares(self, first: str, last: str) -> dict[str, tuple[str, float]]:
         """Parts of the time of one call that runs several ops, such as updates: by their bytes."""
         names, works = list(self._works), self._works
         span = names[names.index(first) : names.index(last) + 1]
         nbytes = {name: works[name].nbytes for name in span if works[name].op == works[first].op}
-        return {name: size / sum(nbytes.values()) for name, size in nbytes.items()}
+        return {name: (first, size / sum(nbytes.values())) for name, size in nbytes.items()}
 
     @property
     def works(self) -> tuple[Work, ...]:
@@ -118,7 +121,8 @@ class PreparedProbe:
         for _ in range(count):
             self._seconds.clear()
             self._worker.step(self._feeds)
-            runs.append([np.mean(self._seconds[name]) for name in self.ops])
+            lines = (self._lines[name] for name in self.ops)
+            runs.append([share * np.mean(self._seconds[first]) for first, share in lines])
         return medians(np.array(runs), self._usual)
 
 
@@ -156,32 +160,24 @@ def _block(random: np.random.Generator, shape: tuple[int, ...], dtype: str, zero
     return random.integers(0, high, shape).astype(kind)
 
 
-def _with_clocks(
-    task: CompiledTask,
-    seconds: dict[str, list[float]],
-    long: Set[str],
-    shares: Callable[[str, str], Mapping[str, float]],
-) -> CompiledTask:
+def _with_clocks(task: CompiledTask, seconds: dict[str, list[float]], long: Set[str]) -> CompiledTask:
     """The task with clocks between its lines, which append the seconds of each line under its first result.
 
     Args:
         task: generated task.
         seconds: first result of a line -> seconds of every run of it.
         long: first results of lines that are timed by the CPU clock.
-        shares: (first, last result of a line that runs several ops) -> results -> parts of its seconds.
     """
     clocks = dict(zip(("wall", "processor"), CLOCKS, strict=True))
     overhead = {name: _clock_seconds(clock) for name, clock in clocks.items()}
 
     def stamped(function: Callable[[int], None]) -> Callable[[int], None]:
-        text, lines = _clocked_source(task.source, function.__name__, long)
-        reading = [overhead["processor" if first in long else "wall"] for first, _ in lines]
-        parts = [shares(first, last) if last else {first: 1.0} for first, last in lines]
+        text, names = _clocked_source(task.source, function.__name__, long)
+        reading = [overhead["processor" if name in long else "wall"] for name in names]
 
         def note(*spans: float) -> None:
-            for part, span, less in zip(parts, spans, reading, strict=True):
-                for name, share in part.items():
-                    seconds.setdefault(name, []).append(share * max(span - less, 1e-9))
+            for name, span, less in zip(names, spans, reading, strict=True):
+                seconds.setdefault(name, []).append(max(span - less, 1e-9))
 
         scope = {**task.scope, **clocks, "note": note}
         exec(compile(text, f"<timed {task.name}>", "exec"), scope)
@@ -191,11 +187,10 @@ def _with_clocks(
     return replace(task, body=stamped(task.body), last=stamped(task.last))
 
 
-def _clocked_source(source: str, function: str, long: Set[str]) -> tuple[str, list[tuple[str, str]]]:
-    """Source of one function of a task with clocks, and of every timed line the first result, and the last
-    one where the line runs several ops."""
+def _clocked_source(source: str, function: str, long: Set[str]) -> tuple[str, list[str]]:
+    """Source of one function of a task with clocks, and the first result of every timed line."""
     rest = source.partition(f"def {function}(m):\n")[2]
-    text, names = [f"def {function}(m):"], list[tuple[str, str]]()
+    text, names = [f"def {function}(m):"], list[str]()
     for line in rest.split("\n\n\n")[0].rstrip().split("\n"):
         match = _LINE.search(line)
         if match is None:
@@ -203,7 +198,7 @@ def _clocked_source(source: str, function: str, long: Set[str]) -> tuple[str, li
             continue
         number, name = len(names), match.group(1)
         clock = "processor" if name in long else "wall"
-        names.append((name, match.group(2) or ""))
+        names.append(name)
         text += [f"    begin_{number} = {clock}()", line, f"    end_{number} = {clock}()"]
     text.append("    note(" + ", ".join(f"end_{i} - begin_{i}" for i in range(len(names))) + ")")
     return "\n".join(text), names
