@@ -45,6 +45,8 @@ KEPT: dict[str, dict[str, Any]] = {
     "zero": {"zero": 0},
     "uniform": {"uniform": True, "stages": 2, "micro_batches": 2},
 }
+LOOKS = 40
+"""At the clock: as many as a search takes that is ended before it has looked at everything."""
 
 
 def run(**given: Any) -> SearchState:
@@ -106,20 +108,21 @@ def test_without_constraints_nothing_changes() -> None:
 
 def test_memory_is_a_limit_of_every_device() -> None:
     """The plan fits into the memory, and is that of a cluster of such devices."""
-    options = SearchOptions(seconds=SECONDS, processes=1, constraints=SearchConstraints(memory="24 KiB"))
-    plan = search(CHAIN.compile_request(), two_by_two(), options)
+    free = SearchConstraints(stages=2, micro_batches=2)
+    options = SearchOptions(seconds=SECONDS, processes=1, constraints=replace(free, memory="24 KiB"))
+    plan = search(SHORT.compile_request(), two_by_two(), options)
     assert plan.forecast is not None
     assert max(plan.forecast.memory) <= 24 * 1024
     small = search(
-        CHAIN.compile_request(),
+        SHORT.compile_request(),
         two_by_two(memory="24 KiB"),
-        replace(options, constraints=SearchConstraints()),
+        replace(options, constraints=free),
     )
     assert small.forecast is not None
     assert small.forecast.seconds == plan.forecast.seconds
     tiny = SearchConstraints(memory="1 KiB")
     with pytest.raises(InfeasibleError, match=r"no plan fits cluster boxes and keeps memory=1 KiB; the near"):
-        search(CHAIN.compile_request(), two_by_two(), replace(options, constraints=tiny))
+        search(SHORT.compile_request(), two_by_two(), replace(options, constraints=tiny))
 
 
 def test_annotated_programs_keep_constraints() -> None:
@@ -272,9 +275,11 @@ def test_modes_on_fewer_devices() -> None:
 
 @pytest.mark.parametrize("given", [{"stages": 3}, {"recompute": True, "schedule": "gpipe"}, {"zero": 3}])
 def test_a_search_that_starts_from_a_plan_is_never_behind_it(given: dict[str, Any]) -> None:
-    """With no time it is the plan itself, else it or a better one, also under the plan's constraints."""
+    """With no time it is the plan itself, else it or a better one, also under the plan's constraints and in
+    a search that ends early."""
     request, cluster = SHORT.compile_request(), two_by_two()
-    limits = SearchOptions(seconds=SECONDS, processes=1, constraints=SearchConstraints(**given))
+    constraints = SearchConstraints(micro_batches=2, **given)
+    limits = SearchOptions(seconds=SECONDS, processes=1, constraints=constraints)
     first = search(request, cluster, limits)
     assert first.forecast is not None
     same = search(request, cluster, SearchOptions(seconds=0.0, processes=1, start=first))
@@ -289,9 +294,13 @@ def test_a_search_that_starts_from_a_plan_is_never_behind_it(given: dict[str, An
     assert again.forecast.seconds <= first.forecast.seconds
     assert again.baselines["start"] == first.forecast.seconds
     assert len(again.stages) == given.get("stages", len(again.stages))
-    free = search(request, cluster, SearchOptions(seconds=SECONDS, processes=1, start=first))
-    assert free.forecast is not None
-    assert free.forecast.seconds <= first.forecast.seconds
+    looks = itertools.count()
+    free = SearchState(request, cluster, "auto", LOOKS, clock=lambda: float(next(looks)), start=first)
+    list(run_search(free))
+    assert free.expired()
+    assert len(free.evaluations.all) > 1
+    assert free.best is not None
+    assert free.best.seconds <= first.forecast.seconds
 
 
 def test_a_plan_with_weights_or_of_another_program_as_a_start() -> None:

@@ -22,6 +22,7 @@ from distgraph.engine.search_driver.run_search import plan_of_search, run_search
 from distgraph.engine.search_driver.search_state import SearchState
 from distgraph.ir.range_notation import parse_spans, unfold
 from distgraph.models import GPT, GPTConfig
+from distgraph.plan.constraints import FREE, SearchConstraints
 from distgraph.plan.plan import Decision, Plan
 from distgraph.resources import Cluster
 
@@ -65,6 +66,8 @@ def in_a_row() -> Row:
 
 ROW = Program(in_a_row, (16,), (), batch=6)
 Case = tuple[Program, Callable[[], Any], Callable[[], Cluster], str]
+GIVEN = {"unequal stages": SearchConstraints(stages=2, micro_batches=4)}
+"""Four layers and three: else one stage is faster."""
 CASES: dict[str, Case] = {
     "one mesh": (PROGRAMS["mlp"], PROGRAMS["mlp"].make, two_by_two, "auto"),
     "two stages": (WIDE, WIDE.make, lambda: far("20 us"), "auto"),
@@ -81,7 +84,8 @@ CASES: dict[str, Case] = {
 
 def state_of(name: str) -> SearchState:
     program, make, cluster, mode = CASES[name]
-    return SearchState(program.compile_request(make()), cluster(), mode, 3600.0)
+    constraints = GIVEN.get(name, FREE)
+    return SearchState(program.compile_request(make()), cluster(), mode, 3600.0, constraints=constraints)
 
 
 @cache

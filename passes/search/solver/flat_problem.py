@@ -18,6 +18,8 @@ __all__ = ["Flat", "Ints"]
 
 Ints = NDArray[np.int64]
 
+_REMEMBERED = 1 << 24  # bytes of choices, and of what is known of them
+
 
 @dataclass(frozen=True)
 class Flat:
@@ -110,18 +112,35 @@ class Flat:
 
     def objective(self, choice: Ints) -> float:
         """Cost of a choice [nodes], the constant included; inf where it takes something forbidden."""
-        lower, upper = self.ends[:, 0], self.ends[:, 1]
-        width = self.first[upper + 1] - self.first[upper]
+        lower, upper, width = self._sides
         pairs = self.table[self.table_first[:-1] + choice[lower] * width + choice[upper]]
         return float(self.cost[self.first[:-1] + choice].sum() + pairs.sum()) + self.constant
 
+    @cached_property
+    def _sides(self) -> tuple[Ints, Ints, Ints]:
+        """For every edge its lower and its upper end, and the strategies of the upper one."""
+        lower, upper = np.ascontiguousarray(self.ends.T)
+        return lower, upper, self.first[upper + 1] - self.first[upper]
+
     def used(self, choice: Ints) -> Floats:
-        """Units [times] that a choice uses."""
-        amounts = self.amount[self.amount_first[:-1] + choice[self.user]]
-        steps = np.zeros(len(self.room) + 1)
-        np.add.at(steps, self.span[:, 0], amounts)
-        np.subtract.at(steps, self.span[:, 1], amounts)
-        return np.cumsum(steps)[:-1]
+        """Units [times] that a choice uses; not to be changed, as it is kept for the next time."""
+        key = choice.tobytes()
+        found = self._used.get(key)
+        if found is None:
+            amounts = self.amount[self.amount_first[:-1] + choice[self.user]]
+            steps = np.zeros(len(self.room) + 1)
+            np.add.at(steps, self.span[:, 0], amounts)
+            np.subtract.at(steps, self.span[:, 1], amounts)
+            found = np.cumsum(steps)[:-1]
+            if len(self._used) * (len(key) + found.nbytes) > _REMEMBERED:
+                self._used.clear()
+            self._used[key] = found
+        return found
+
+    @cached_property
+    def _used(self) -> dict[bytes, Floats]:
+        """What `used` has found: the passes of the dual round to the same few choices again and again."""
+        return {}
 
     def fits(self, choice: Ints) -> bool:
         """Whether a choice stays within the room at every time."""
@@ -148,7 +167,8 @@ class Flat:
         """Costs [strategies] with every unit of memory at its price [times]."""
         if not len(self.room):
             return self.cost
-        sums = np.concatenate(([0.0], np.cumsum(prices)))
+        sums = np.zeros(len(prices) + 1)
+        np.cumsum(prices, out=sums[1:])
         rent = sums[self.span[:, 1]] - sums[self.span[:, 0]]
         total = self.cost.copy()
         _add_rents(total, rent, self.first, self.use_first, self.amount_first, self.amount)

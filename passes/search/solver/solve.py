@@ -44,6 +44,7 @@ _DUAL_SHARE = 0.5  # of the seconds left, for the dual
 _DIVE_SHARE = 0.5  # of the seconds left, for dives
 _PARTS = (0.1, 0.03, 0.03, 0.03, 0.03, 0.03)  # of the nodes, decided at a time in the dives of every round
 _SHRUNK = 0.8  # part of the strategies that another round must leave for one more
+_REMEMBERED = 1 << 24  # bytes of choices that were seen
 _DEARER = 20  # dives with prices twice as high each time, while no choice fits
 _FEW_PAIRS = 5_000  # permitted pairs of strategies up to which SCIP is given the network at once
 _PAIRS = 20_000  # the same, where neighbourhoods have given nothing better
@@ -133,6 +134,7 @@ class _Round:
         self.dual = Dual(self.flat, work=incumbent.work)
         self.choice: Ints = np.zeros(0, dtype=np.int64)
         self.objective = math.inf
+        self._seen: set[bytes] = set()
 
     @property
     def cutoff(self) -> float:
@@ -142,7 +144,16 @@ class _Round:
         return min(self.incumbent.cutoff, ceiling + 1e-9 * abs(ceiling) + 1.0)
 
     def see(self, choice: Ints) -> float:
-        """Take a choice [nodes] if it is better; the cutoff after that."""
+        """Take a choice [nodes] if it is better; the cutoff after that.
+
+        One that was seen before is not better: nearly all choices of the dual are.
+        """
+        key = choice.tobytes()
+        if key in self._seen:
+            return self.cutoff
+        if len(self._seen) * len(key) > _REMEMBERED:
+            self._seen.clear()
+        self._seen.add(key)
         objective = self.flat.objective(choice)
         if objective < self.objective and self.flat.fits(choice):
             self.choice, self.objective = choice.copy(), objective
