@@ -125,21 +125,21 @@ class Flat:
     def used(self, choice: Ints) -> Floats:
         """Units [times] that a choice uses; not to be changed, as it is kept for the next time."""
         key = choice.tobytes()
-        found = self._used.get(key)
-        if found is None:
+        units = self._used.get(key)
+        if units is None:
             amounts = self.amount[self.amount_first[:-1] + choice[self.user]]
             steps = np.zeros(len(self.room) + 1)
             np.add.at(steps, self.span[:, 0], amounts)
             np.subtract.at(steps, self.span[:, 1], amounts)
-            found = np.cumsum(steps)[:-1]
-            if len(self._used) * (len(key) + found.nbytes) > _REMEMBERED:
+            units = np.cumsum(steps)[:-1]
+            if len(self._used) * (len(key) + units.nbytes) > _REMEMBERED:
                 self._used.clear()
-            self._used[key] = found
-        return found
+            self._used[key] = units
+        return units
 
     @cached_property
     def _used(self) -> dict[bytes, Floats]:
-        """What `used` has found: the passes of the dual round to the same few choices again and again."""
+        """What `used` returned: the passes of the dual round to the same few choices again and again."""
         return {}
 
     def fits(self, choice: Ints) -> bool:
