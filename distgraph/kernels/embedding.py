@@ -30,7 +30,7 @@ def embedding(xp: Namespace, table: Array, ids: Array, *, offset: int = 0, out: 
     positions = ids.astype(np.int64) - offset if offset or ids.dtype.kind == "u" else ids
     if xp is np and y.flags.c_contiguous and ids.size:
         unsigned = positions.view(f"u{positions.itemsize}")  # where negative positions are the largest
-        if int(unsigned.max()) < size:
+        if int(unsigned.max()) < min(size, 1 << (8 * positions.itemsize - 1)):
             np.take(
                 table, positions, axis=0, out=y, mode="clip"
             )  # "clip" writes to out directly; "raise" would buffer

@@ -73,6 +73,8 @@ def matmul_direct(
     xp: Namespace, a: Array, b: Array, *, out: Array, wide: bool = False
 ) -> tuple[str, tuple[Array, Array], Array] | None:
     """`matmul` as one call of NumPy's; None where it takes more than that."""
+    if not (a.size and b.size and out.size):  # the part of a rank that has none
+        return None
     if a.ndim > 2 and b.ndim == 2 and a.flags.c_contiguous and out.flags.c_contiguous:
         a, out = a.reshape(-1, a.shape[-1]), out.reshape(-1, out.shape[-1])
     return _one_product(xp, a, b, out)

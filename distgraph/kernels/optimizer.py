@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import wraps
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from distgraph.kernels._common import (
-    FUSED_MIN_SIZE,
     Array,
     Kernel,
     Namespace,
@@ -21,7 +21,7 @@ from distgraph.kernels._common import (
     store,
 )
 from distgraph.kernels._elementwise import LOOP_BLOCK, copy
-from distgraph.kernels._jit import has_numba, jit, pays
+from distgraph.kernels._jit import jit, pays
 from distgraph.kernels.cuda.elementwise_kernel import CudaKernel
 
 
@@ -71,36 +71,63 @@ def _scalar(xp: Namespace, value: Any) -> Any:
     return value if xp is not np and isinstance(value, xp.ndarray) else float(value)
 
 
-def _loop_operands(
+_LOOP_MIN_SIZE: Final = 1 << 10
+"""Elements from which an update is a compiled loop. The tensor alone decides, not those that are updated with
+it: ranks that hold copies of a tensor may hold others beside it, and a loop rounds otherwise than passes."""
+
+
+def _loops(p: Array, *others: Array) -> bool:
+    """Whether a tensor is updated by a compiled loop."""
+    same = all(other.dtype == p.dtype for other in others)
+    return same and pays(np, p, np.float32, np.float64, least=_LOOP_MIN_SIZE)
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """The update of one of several tensors whose arrays stay the same.
+
+    Attributes:
+        dtype: of all arrays.
+        operands, results: as vectors.
+        new: which of the operands that are updated are written elsewhere.
+        loops: whether it is a compiled loop.
+    """
+
+    dtype: Any
+    operands: tuple[Array, ...]
+    results: tuple[Array, ...]
+    new: tuple[bool, ...]
+    loops: bool
+
+
+def _prepared(
+    xp: Namespace,
     tensors: Sequence[tuple[Array, ...]],
     outs: Sequence[tuple[Array, ...]],
     count: int,
     updated: tuple[int, ...],
-) -> list[tuple[Any, ...]] | None:
-    """Arguments of a compiled loop for each of several tensors whose arrays stay the same: vectors of the
-    ``count`` operands, which of those in ``updated`` are written elsewhere, and vectors of the results.
+) -> list[_Prepared] | None:
+    """The updates of several tensors of ``count`` operands, of which those in ``updated`` are written.
 
-    None where a loop cannot be called for all of them, or is not worth its compilation.
+    None where one of them needs more than a loop or passes over vectors, or all are too small for a loop.
     """
-    first = tensors[0][0].dtype
-    if any(len(operands) != count for operands in tensors):
+    if xp is not np or any(len(operands) != count for operands in tensors):
         return None
-    arrays = [array for group in (*tensors, *outs) for array in group]
-    if first not in (np.float32, np.float64) or any(a.dtype != first for a in arrays):
-        return None
-    if sum(p.size for p, *_ in tensors) < FUSED_MIN_SIZE or not has_numba():
-        return None
-    if not all(array.flags.c_contiguous for array in arrays):
-        return None
-    arguments = []
+    prepared = []
     for operands, results in zip(tensors, outs, strict=True):
+        arrays, dtype = (*operands, *results), operands[0].dtype
+        if dtype not in (np.float32, np.float64) or any(a.dtype != dtype for a in arrays):
+            return None
         inputs = tuple(operands[i] for i in updated)
         inputs += tuple(a for i, a in enumerate(operands) if i not in updated)
-        if any(a is not b for a, b in zip(_unshared(inputs, results), inputs, strict=True)):
+        if not all(a.flags.c_contiguous for a in arrays) or any(
+            a is not b for a, b in zip(_unshared(inputs, results), inputs, strict=True)
+        ):
             return None
         new = tuple(_is_new(a, r) for a, r in zip(inputs, results, strict=False))
-        arguments.append((*(a.reshape(-1) for a in operands), new, *(r.reshape(-1) for r in results)))
-    return arguments
+        vectors, written = (tuple(a.reshape(-1) for a in group) for group in (operands, results))
+        prepared.append(_Prepared(dtype, vectors, written, new, _loops(*operands)))
+    return prepared if any(each.loops for each in prepared) else None
 
 
 @jit
@@ -201,8 +228,7 @@ def adam(
     else:
         p, m, v, g = _unshared((p, m, v, g), outs)
         results = tuple(empty(xp, o, p.shape, a.dtype) for o, a in zip(outs, (p, m, v), strict=True))
-        uniform = all(a.dtype == dtype for a in (g, m, v))
-        if uniform and pays(xp, p, np.float32, np.float64):
+        if _loops(p, g, m, v):
             new = tuple(_is_new(a, r) for a, r in zip((p, m, v), results, strict=True))
             flat_results = [r.reshape(-1) for r in results]
             coefficients = _coefficients(numbers, dtype)
@@ -225,15 +251,20 @@ def adam_together(
 ) -> Callable[[Any, Any], None] | None:
     """A function of lr and step that takes the step of `adam` for several tensors, whose (p, g, m, v) and
     (p', m', v') are the same arrays at every step; None where each is to be updated by a call of `adam`."""
-    operands = _loop_operands(tensors, outs, 4, (0, 2, 3)) if xp is np else None
-    if operands is None:
+    updates = _prepared(xp, tensors, outs, 4, (0, 2, 3))
+    if updates is None:
         return None
+    dtypes = {each.dtype for each in updates}
 
     def run(lr: Any, step: Any) -> None:
         numbers = _adam_numbers(float(lr), float(step), beta1, beta2, eps, weight_decay, decoupled)
-        coefficients = _coefficients(numbers, operands[0][0].dtype)
-        for arguments in operands:
-            _adam_loop(coefficients, *arguments)
+        coefficients = {dtype: _coefficients(numbers, dtype) for dtype in dtypes}
+        for each in updates:
+            if each.loops:
+                p, g, m, v = each.operands
+                _adam_loop(coefficients[each.dtype], p, g, m, v, each.new, *each.results)
+            else:
+                _adam_passes(np, each.operands, numbers, each.results)
 
     return run
 
@@ -330,18 +361,25 @@ def momentum(
     lr = _scalar(xp, lr)
     if xp is np:
         p, buf, g = _unshared((p, buf, g), outs)
-    if g.dtype == p.dtype == buf.dtype and pays(xp, p, np.float32, np.float64):
+    if xp is np and _loops(p, g, buf):
         results = tuple(empty(xp, o, p.shape, p.dtype) for o in outs)
         new = tuple(_is_new(a, r) for a, r in zip((p, buf), results, strict=True))
         numbers = np.array((lr, momentum, weight_decay), p.dtype)
         flat_results = [r.reshape(-1) for r in results]
         _momentum_loop(numbers, nesterov, flat(p), flat(g), flat(buf), new, *flat_results)
         return store(xp, results[0], outs[0]), store(xp, results[1], outs[1])
+    moved, velocity = _momentum_passes(p, g, buf, lr, momentum, nesterov, weight_decay)
+    return store(xp, moved, outs[0]), store(xp, velocity, outs[1], buf.dtype)
+
+
+def _momentum_passes(
+    p: Array, g: Array, buf: Array, lr: Any, momentum: float, nesterov: bool, weight_decay: float
+) -> tuple[Array, Array]:
+    """`momentum` in array functions."""
     d = g + weight_decay * p if weight_decay else g
     velocity = momentum * buf + d
     change = d + momentum * velocity if nesterov else velocity
-    moved = (p - lr * change).astype(p.dtype, copy=False)
-    return store(xp, moved, outs[0]), store(xp, velocity, outs[1], buf.dtype)
+    return (p - lr * change).astype(p.dtype, copy=False), velocity
 
 
 def momentum_together(
@@ -354,13 +392,21 @@ def momentum_together(
     weight_decay: float = 0.0,
 ) -> Callable[[Any], None] | None:
     """For `momentum` what `adam_together` is for `adam`: a function of lr."""
-    operands = _loop_operands(tensors, outs, 3, (0, 2)) if xp is np else None
-    if operands is None:
+    updates = _prepared(xp, tensors, outs, 3, (0, 2))
+    if updates is None:
         return None
+    dtypes = {each.dtype for each in updates}
 
     def run(lr: Any) -> None:
-        numbers = np.array((float(lr), momentum, weight_decay), operands[0][0].dtype)
-        for arguments in operands:
-            _momentum_loop(numbers, nesterov, *arguments)
+        rate = float(lr)
+        numbers = {dtype: np.array((rate, momentum, weight_decay), dtype) for dtype in dtypes}
+        for each in updates:
+            p, g, buf = each.operands
+            if each.loops:
+                _momentum_loop(numbers[each.dtype], nesterov, p, g, buf, each.new, *each.results)
+                continue
+            made = _momentum_passes(p, g, buf, rate, momentum, nesterov, weight_decay)
+            for target, values in zip(each.results, made, strict=True):
+                np.copyto(target, values)
 
     return run

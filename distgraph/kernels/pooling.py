@@ -58,7 +58,7 @@ def _max_pool_grad_block(xp: Namespace, wide: Array, y: Array, dy: Array, over: 
     gather(dx, grown, over)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=16)
 def _flat_places(over: Window) -> tuple[Array, Array, Any]:
     """Positions in a padded input as a vector: of the first place of each window, of all places of the first
     window from the last on; and their number."""

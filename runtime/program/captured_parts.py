@@ -138,6 +138,7 @@ class CapturingWriter(Writer):
             super().emit(local, last=last)
             return
         if self.part is None:
+            self.write_together()
             self.part = _Part(self.lines, self.ready)
             # the names that are the same in all functions: of memory that stays the same in all steps
             self.lines, self.ready = [], {value for value in self.ready if self.name(value) in self.bound}
@@ -146,6 +147,7 @@ class CapturingWriter(Writer):
 
     def end_part(self) -> None:
         """Make the lines since the begin of a part a function, or leave a short one where it is."""
+        self.write_together()
         part, self.part = self.part, None
         if part is None:
             return

@@ -14,7 +14,7 @@ import pytest
 from support.ops.kernel_cases import Case, all_cases, as_tuple
 
 from distgraph.errors import GraphError, RuntimeFault
-from distgraph.kernels import _jit, activation, attention, loss, norm, optimizer, softmax
+from distgraph.kernels import _jit, activation, attention, embedding, loss, norm, optimizer, softmax
 from distgraph.kernels import random as rnd
 from distgraph.kernels._common import bound_kernel
 
@@ -231,3 +231,11 @@ def test_wrong_labels_and_outputs_are_refused() -> None:
         optimizer.momentum(np, x, x, x, 0.1, out=(x,))
     with pytest.raises(GraphError, match="rate is 1"):
         rnd.dropout(np, x, 1, rate=1.0)
+
+
+@pytest.mark.parametrize("dtype", ["i1", "i2", "i4", "i8"])
+def test_negative_ids_of_any_width_have_rows_of_zeros(dtype: str) -> None:
+    """As bytes without a sign, -100 is 156, which is a row of the table."""
+    table = np.arange(1.0, 601.0, dtype=np.float32).reshape(200, 3)
+    rows = embedding.embedding(np, table, np.array([5, -100, 127], dtype))
+    np.testing.assert_array_equal(rows, [table[5], [0, 0, 0], table[127]])

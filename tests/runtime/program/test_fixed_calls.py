@@ -45,7 +45,7 @@ def test_updates_together(
     run(*numbers)
     for results, wanted in zip(outs, expected, strict=True):
         for result, value in zip(results, wanted, strict=True):
-            np.testing.assert_allclose(result, value, rtol=1e-12)
+            np.testing.assert_array_equal(result, value)  # copies of a tensor stay equal on all ranks
 
 
 def test_updates_that_overlap_are_not_run_together(rng: np.random.Generator) -> None:
@@ -78,6 +78,8 @@ def test_products_that_need_copies_or_sums_are_no_single_call(rng: np.random.Gen
     turned = x.transpose(1, 0, 2)
     assert matmul.einsum_direct(np, turned, y, spec="a b k, k n -> a b n", out=np.empty((3, 2, 5))) is None
     assert matmul.matmul_direct(np, x, y, out=np.empty((2, 3, 5), np.float32)) is None
+    assert matmul.matmul_direct(np, x, np.empty((4, 0)), out=np.empty((2, 3, 0))) is None
+    assert matmul.matmul_direct(np, x[..., :0], y[:0], out=np.empty((2, 3, 5))) is None
 
 
 class Layers(nn.Module):
@@ -103,5 +105,5 @@ def test_a_step_of_calls_together_is_that_of_single_calls(
     together = losses()
     monkeypatch.setattr("distgraph.runtime.program.codegen.direct_call", lambda *_: None)
     monkeypatch.setattr("distgraph.runtime.program.codegen.call_of_several", lambda *_: None)
-    assert together == pytest.approx(losses(), rel=1e-6)
+    assert together == losses()
     assert together[-1] < together[0]
