@@ -191,7 +191,7 @@ class _Cache:
     def _step(self, width: int) -> tuple[np.ndarray, Batch, Compiled]:
         if width not in self.steps:
             step = np.zeros((len(self.tokens), width), self.tokens.dtype)
-            batch = whole((step,))
+            batch = whole((step,))  # no copy: tokens of every call are written into `step`
             self.steps[width] = step, batch, self.session.program("generate", batch, self.positions)
         return self.steps[width]
 
