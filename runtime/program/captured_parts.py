@@ -12,7 +12,7 @@
 *In:* the ops of a task. *Out:* its text, in which every longest stretch of ops that can be captured is a
 function of the micro-batch alone, called through what `Captures.part` returns.
 *Invariant:* a part reads and writes the same addresses in every step: buffers of the rank and, of the inputs,
-arrays, which `Captures.part` is told of. No number of the step is in it, no part of it communicates, and the
+arrays, which `Captures.part` takes. No number of the step is in it, no part of it communicates, and the
 task waits for whatever a part reads before the part begins.
 """
 
