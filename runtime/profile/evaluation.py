@@ -14,21 +14,31 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
+import numpy as np
+
 from distgraph.errors import ResourceError
 from distgraph.resources import Cluster
 from distgraph.resources.cluster import Device, MeasuredTable
 from distgraph.resources.host_times import HostTimes
 from distgraph.runtime.forecast.op_cost import Work
 from distgraph.runtime.profile import collective_probes
-from distgraph.runtime.profile.cost_fitting import ComputeFit, LinkFit, Message, fit_compute, fit_links
+from distgraph.runtime.profile.cost_fitting import (
+    ComputeFit,
+    LinkFit,
+    Message,
+    fit_compute,
+    fit_links,
+    robust,
+)
 from distgraph.runtime.profile.measurements import kept_runs, other_uses
 from distgraph.runtime.profile.processor_use import Disturbance, OtherUse
 from distgraph.runtime.profile.resource_writer import Measured
-from distgraph.runtime.profile.shared_cores import CoreSharing, host_times
+from distgraph.runtime.profile.shared_cores import MOST_WORK_SECONDS, CoreSharing, host_times
 
 Runs = Mapping[str, Mapping[str, Any]]
 """Of a `Store`."""
 _LARGE_BYTES: Final = 2**16  # of messages whose transfer takes longer than their start
+_DISTURBED: Final = 1e-3  # of a message: errors of busy parts are of another order, so all weigh the same
 _LARGEST: Final = 3  # sizes of messages that tell which part computation hides of larger ones
 
 
@@ -148,8 +158,8 @@ def _tables(
     """Tables of the collectives by their groups: the seconds behind `work` seconds of computation.
 
     The seconds beside products or without computation, if measured, become `busy`; of messages that were too
-    large to be measured beside products, the median part of the largest that were. Between machines, parts
-    of neighbours are combined (`_with_parts_of_neighbours`).
+    large to be measured beside products, the median part of the largest that were. Between machines, `busy`
+    of large messages is that of `_busy_line`.
     """
     Curve = dict[float, float]
     seconds_of: dict[tuple[str, tuple[tuple[int, ...], ...]], tuple[Curve, Curve]] = {}
@@ -157,44 +167,56 @@ def _tables(
         times, busy = seconds_of.setdefault((pattern.kind, pattern.groups), ({}, {}))
         (busy if pattern.overlapped or pattern.work < work else times)[pattern.nbytes] = seconds
     tables = []
+    points: dict[tuple[int, int], list[tuple[float, float]]] = {}
     for (kind, groups), (times, busy) in seconds_of.items():
         device_counts = [Counter(cluster.devices[device].machine for device in group) for group in groups]
         shapes = {(len(counts), count) for counts in device_counts for count in counts.values()}
         if len(shapes) > 1 or not times:
             continue
+        shape = shapes.pop()
         both = sorted(times.keys() & busy.keys())
+        points.setdefault(shape, []).extend((times[s], busy[s]) for s in both if _fits_products(s, times[s]))
         sizes = sorted(size for size in times if not both or size in both or size > both[-1])
         parts = [min(1.0, busy[size] / times[size]) for size in both[-_LARGEST:]]
         part = statistics.median(parts) if parts else 0.0
         column = tuple(min(times[size], busy.get(size, part * times[size])) for size in sizes)
         measured = tuple(times[size] for size in sizes)
         tables.append(
-            MeasuredTable(kind, *shapes.pop(), tuple(sizes), measured, None, groups, column if both else None)
+            MeasuredTable(kind, *shape, tuple(sizes), measured, None, groups, column if both else None)
         )
-    return [_with_parts_of_neighbours(table, tables) for table in tables]
+    lines = {shape: _busy_line(near) for shape, near in points.items() if shape[0] > 1 and near}
+    return [_on_line(table, lines.get((table.machines, table.devices_per_machine))) for table in tables]
 
 
-def _with_parts_of_neighbours(table: MeasuredTable, tables: Sequence[MeasuredTable]) -> MeasuredTable:
-    """A table whose messages between machines, from 64 KiB on, are busy for the median part of neighbours.
+def _fits_products(nbytes: float, seconds: float) -> bool:
+    """Whether a message is large, and the products beside it lasted as long as it takes."""
+    return nbytes >= _LARGE_BYTES and seconds <= MOST_WORK_SECONDS
 
-    Neighbours are the messages of the same collective, of a quarter to four times the size, between as many
-    machines and devices. The part follows from two differences of noisy times, and one that is too small
-    would forecast a gain of overlap; the time of a message is less noisy, and stays as it was measured.
+
+def _busy_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Start and slope >= 0 of the line on which `busy` of messages between machines lies over their seconds.
+
+    What products do not hide is a difference of two noisy times, and one that is too small would forecast a
+    gain of overlap. What is behind it depends little on the collective: to start a message takes as long for
+    all sizes, and the processor moves its bytes at one speed. So all collectives between as many machines
+    and devices determine one line, by a robust fit of the part that is not hidden.
+
+    Args:
+        points: (seconds, those that products do not hide) of messages from 64 KiB on.
     """
-    if table.machines == 1 or table.busy is None:
+    seconds, busy = np.array(points).T
+    rows = np.stack([np.ones_like(seconds), seconds], axis=1)
+    start, slope = robust(rows, busy, like=seconds, far=_DISTURBED)
+    return float(start), float(slope)
+
+
+def _on_line(table: MeasuredTable, line: tuple[float, float] | None) -> MeasuredTable:
+    """A table in which messages from 64 KiB on are busy as a line says, at most for all of their time."""
+    if line is None or table.busy is None:
         return table
-    shape = (table.collective, table.machines, table.devices_per_machine)
-    parts = [
-        (size, busy / seconds)
-        for other in tables
-        if (other.collective, other.machines, other.devices_per_machine) == shape and other.busy is not None
-        for size, seconds, busy in zip(other.sizes, other.times, other.busy, strict=True)
-        if size >= _LARGE_BYTES
-    ]
+    start, slope = line
     busy = tuple(
-        seconds * statistics.median(part for near, part in parts if size / 4 <= near <= size * 4)
-        if size >= _LARGE_BYTES
-        else before
+        min(seconds, start + slope * seconds) if size >= _LARGE_BYTES else before
         for size, seconds, before in zip(table.sizes, table.times, table.busy, strict=True)
     )
     return replace(table, busy=busy)

@@ -8,7 +8,9 @@ what it adds to the computation of the slowest rank of its group: ranks reach it
 get their core back at once, and wait for each other. Machines may compute at different speeds. The time
 without computation before it is the work of the ranks themselves, which no overlap hides. Of a message
 between machines, that is what it adds to products that are computed between its start and the wait for it:
-the processor moves its bytes, or it waits until the program comes back to it.
+the time by which it lengthens them, since the processor moves its bytes, and the wait after them of the rank
+that comes last. The wait of a rank that comes earlier is also one for the other rank, so it does not count:
+the speed of products varies from run to run, and the message is not to blame for it.
 Where a control group limits a rank, runs begin and end when its quota for a period is used up. A rank that
 waits for a message saves quota, and computes with it at full speed afterwards: at another moment, a few
 milliseconds of work would appear to take half or twice as long.
@@ -21,7 +23,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -63,15 +65,17 @@ class RunTime:
     """Time of one run of a pattern on one rank.
 
     Attributes:
-        seconds: wall time including the computation before the collective; 0.0 on a rank outside all groups.
+        seconds: wall time including the computation before the collective or beside it; 0.0 on a rank outside
+            all groups.
         work: processor seconds of that computation, of writing the buffer, and of what uses up the quota
             afterwards; 0.0 if `seconds` excludes them.
-        alone: wall time of computation that `seconds` includes, where it was measured itself.
+        beside: for each run beside products, the seconds by which the message lengthened them, and those of
+            the wait for it after them.
     """
 
     seconds: float
     work: float = 0.0
-    alone: float = 0.0
+    beside: tuple[tuple[float, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +118,7 @@ class CoreSharing:
         return text if len(self.shares) > 1 else ""
 
     def added_seconds(self, times: Sequence[RunTime], groups: Sequence[Group] = ()) -> float:
-        """Seconds that a collective adds to a step, without the computation before it.
+        """Seconds that a collective adds to a step, without the computation before it or beside it.
 
         The ranks of a machine compute for as long as their work takes on the cores that they share. A
         collective begins when the last rank of its group has computed.
@@ -123,23 +127,31 @@ class CoreSharing:
             times: of every rank.
             groups: of the collective, of which the slowest counts; by default all ranks are one.
         """
-        machines = self.machines or (0,) * len(times)
-        work, alone = (
-            {
-                machine: fmean(getattr(t, kind) for t, m in zip(times, machines, strict=True) if m == machine)
-                for machine in set(machines)
-            }
-            for kind in ("work", "alone")
-        )
-        computing = [
-            share * work[machine] + alone[machine]
-            for machine, share in zip(machines, self.shares, strict=True)
-        ]
         groups = groups or (tuple(range(len(times))),)
+        if any(time.beside for time in times):
+            return _beside_products([[times[rank].beside for rank in group] for group in groups])
+        machines = self.machines or (0,) * len(times)
+        work = {
+            machine: fmean(t.work for t, m in zip(times, machines, strict=True) if m == machine)
+            for machine in set(machines)
+        }
+        computing = [share * work[machine] for machine, share in zip(machines, self.shares, strict=True)]
         return max(
             _MINIMUM,
             *(max(times[r].seconds for r in group) - max(computing[r] for r in group) for group in groups),
         )
+
+
+def _beside_products(groups: Sequence[Sequence[tuple[tuple[float, float], ...]]]) -> float:
+    """Seconds that a collective adds to products beside it, from `RunTime.beside` of the ranks of its groups.
+
+    The mean over ranks of the time by which it lengthens the products, because the largest of noisy
+    differences is larger than any of them is on average; and of the slowest group, the wait of that rank of
+    each run that waits least. Of several runs the median counts.
+    """
+    lengthened: float = fmean(median(longer for longer, _ in runs) for group in groups for runs in group)
+    wait: float = max(median(min(w for _, w in run) for run in zip(*group, strict=True)) for group in groups)
+    return max(_MINIMUM, lengthened + wait)
 
 
 def write(sent: Any) -> None:
@@ -191,11 +203,11 @@ def behind_work(
 def under_work(
     start: Callable[[], Started] | None, sent: Any, repeats: int, seconds: float, period: float = 0.0
 ) -> RunTime:
-    """Mean time over runs, each with products between the start of the collective and the wait for it.
+    """Time of runs with products between the start of the collective and the wait for it.
 
-    The same products are timed alone before each run, by both clocks: the processor time of those beside a
-    message may include that of the kernel for the message, and how long a processor second takes depends on
-    who else computes at the time. During the products the program calls nothing else, as during one op.
+    The same products are timed alone before each run, by the wall clock: how long a processor second takes
+    depends on who else computes at the time, and that of products beside a message may include work of the
+    kernel for the message. During the products the program calls nothing else, as during one op.
 
     Args:
         start: starts the collective; None on a rank outside all groups.
@@ -203,10 +215,6 @@ def under_work(
         repeats: number of runs, of which at most ten are made.
         seconds: processor seconds of the products.
         period: of the quota of this rank; see `CoreSharing`.
-
-    Returns:
-        `seconds` of a run and of the products alone; `alone` is twice that of the products and of the write;
-        `work` what used up the quota after a run, when other ranks may have ended.
     """
     repeats, product = min(repeats, _MOST_RUNS), _product()
     begun, count = time.thread_time(), 0
@@ -215,25 +223,27 @@ def under_work(
         count += 1
     count = max(1, round(count * seconds / (time.thread_time() - begun)))
     _use_up_quota(product, period)
-    begin, alone, used_up = time.perf_counter(), 0.0, 0.0
+    runs, elapsed = [], 0.0
     for _ in range(repeats):
-        begun, begun_processor = time.perf_counter(), time.thread_time()
+        begun = time.perf_counter()
         for _ in range(count):
             product()
-        wall, processor = time.perf_counter() - begun, time.thread_time() - begun_processor
-        begun_processor = time.thread_time()
+        alone = time.perf_counter() - begun
+        _use_up_quota(product, period)
         if sent is not None:
             write(sent)
-        written = time.thread_time() - begun_processor
-        alone += wall + (processor + written) * wall / processor
+        begun = time.perf_counter()
         started = None if start is None else start()
         for _ in range(count):
             product()
+        computed = time.perf_counter()
         if started is not None:
             started.wait()
-        used_up += _use_up_quota(product, period)
-    elapsed = 0.0 if start is None else time.perf_counter() - begin
-    return RunTime(elapsed / repeats, used_up / repeats, alone / repeats)
+        end = time.perf_counter()
+        runs.append((computed - begun - alone, end - computed))
+        elapsed += end - begun
+        _use_up_quota(product, period)
+    return RunTime(0.0) if start is None else RunTime(elapsed / repeats, beside=tuple(runs))
 
 
 def _use_up_quota(product: Callable[[], Any], period: float) -> float:

@@ -6,6 +6,7 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from operator import itemgetter
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -63,7 +64,8 @@ def test_every_collective_runs_on_every_pattern(shared: bool, machines: tuple[in
         assert all((own.seconds > 0) == (r in members) for r, own in enumerate(taken)), pattern.name
         behind = shared and not pattern.overlapped and pattern.kind != MESSAGE_WORK
         assert all((own.work > 0) == behind for own in taken), pattern.name
-        assert all((own.alone > 0) == pattern.overlapped for own in taken), pattern.name
+        beside = pattern.overlapped
+        assert all(bool(own.beside) == (beside and r in members) for r, own in enumerate(taken)), pattern.name
 
 
 @pytest.mark.parametrize("overlapped", [False, True])
@@ -153,27 +155,39 @@ def test_collectives_become_tables_of_their_groups() -> None:
 
 
 def test_what_no_computation_hides_of_messages_between_machines() -> None:
-    """The median over the tables of groups of several machines, from 64 KiB on; for every kind of device."""
+    """The median over the tables of groups of several machines, from 64 KiB on; for every kind of device.
+
+    Messages of 64 KiB and more are on the line 0.1 ms + half of their time, but for one, and one that took
+    longer than any products beside it.
+    """
     compute = Compute(2e-6, 0.5, 0.5, {"f32": MatmulRate(0.5, (10.0, 10.0, 10.0))})
     samples = works_of(compute, 20e9, {"f32": 2e11})
     works = {"works": [asdict(work) for work, _ in samples], "runs": [[seconds for _, seconds in samples]]}
     origins = ("machines[0].devices", "machines[1].devices")
     runs: dict[str, Any] = {f"{origin}|all": works for origin in origins}
-    for groups, parts in ((((0, 2), (1, 3)), (0.1, 0.6, 0.8, 0.7)), (((0, 1), (2, 3)), (1.0, 1.0, 1.0, 1.0))):
-        for nbytes, part in zip((2**10, 2**16, 2**18, 2**20), parts, strict=True):
-            seconds = 1e-4 + nbytes * 1e-9
+    for groups, inside in ((((0, 2), (1, 3)), False), (((0, 1), (2, 3)), True)):
+        for nbytes in (2**10, 2**16, 2**18, 2**20, 2**22, 2**24):
+            seconds = 1e-4 + nbytes * 1e-9 if nbytes < 2**24 else 0.4
+            busy = {2**10: 1e-5, 2**20: 5e-3, 2**24: 0.4}.get(nbytes, 1e-4 + 0.5 * seconds)
             runs |= timed("all_gather", groups, nbytes, [seconds])
-            runs |= timed("all_gather", groups, nbytes, [part * seconds], overlapped=True)
+            runs |= timed("all_gather", groups, nbytes, [seconds if inside else busy], overlapped=True)
     found = evaluate(machines(2, 2), json.loads(json.dumps(runs)), ranks=4)
     hosts = [found.compute[origin].compute.host for origin in origins]
-    assert [host.network_busy for host in hosts] == [pytest.approx(0.7)] * 2
+    across = next(table for table in found.tables if table.machines == 2)
+    on_line = [min(seconds, 1e-4 + 0.5 * seconds) for seconds in across.times[1:]]
+    assert across.busy == pytest.approx([1e-5, *on_line], rel=0.03)
+    part = median(busy / seconds for busy, seconds in zip(across.busy[1:], across.times[1:], strict=True))
+    assert [host.network_busy for host in hosts] == [pytest.approx(part)] * 2
     inside = {key: entry for key, entry in runs.items() if "0-2" not in key}
     found = evaluate(machines(2, 2), json.loads(json.dumps(inside)), ranks=4)
     assert found.compute[origins[0]].compute.host.network_busy is None
 
 
 def test_a_bad_round_of_one_size_does_not_make_a_message_easy_to_hide() -> None:
-    """Nothing can be hidden, but one of six measurements beside products says that all of it can."""
+    """Nothing can be hidden, but one of six measurements beside products says that all of it can.
+
+    It changes the line by a part of the error from which a measurement counts as disturbed, 0.1 %.
+    """
     runs: dict[str, Any] = {}
     for groups in (((0, 2), (1, 3)), ((0, 3), (1, 2))):
         for nbytes in (2**18, 2**20, 2**22):
@@ -181,4 +195,4 @@ def test_a_bad_round_of_one_size_does_not_make_a_message_easy_to_hide() -> None:
             runs |= timed("all_gather", groups, nbytes, [nbytes * 1e-9])
             runs |= timed("all_gather", groups, nbytes, [busy], overlapped=True)
     found = evaluate(machines(2, 2), json.loads(json.dumps(runs)), ranks=4)
-    assert all(table.busy == pytest.approx(table.times) for table in found.tables)
+    assert all(table.busy == pytest.approx(table.times, rel=1e-3) for table in found.tables)

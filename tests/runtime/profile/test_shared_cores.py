@@ -32,8 +32,22 @@ def test_waiting_for_a_slower_machine_is_not_part_of_a_message() -> None:
     assert cores.added_seconds(across) == 1.5
     inside = [RunTime(7.0, 3.0), RunTime(8.0, 3.0), RunTime(12.5, 2.0), RunTime(12.5, 4.0)]
     assert cores.added_seconds(inside, [(0, 1), (2, 3)]) == 2.0
-    during = [RunTime(5.0, alone=3.0), RunTime(0.0, alone=3.0), RunTime(7.0, alone=6.5)]
-    assert CoreSharing((1.0, 1.0, 2.0), machines=(0, 0, 2)).added_seconds(during, [(0, 2)]) == 0.5
+
+
+def test_noise_of_products_is_not_part_of_a_message_beside_them() -> None:
+    """In each run another rank is late, for whom the other one waits; the message itself takes no time.
+
+    The last rank is in no group. In the second case the message lengthens products by 0.25 and 0.75 s, and
+    each rank waits for at least 1 s; in the third one group waits for 1 s, the other one for 2 s.
+    """
+    late = [RunTime(0.0, beside=((3.0, 0.0), (-1.0, 4.0), (-1.0, 4.0)))]
+    late += [RunTime(0.0, beside=((-1.0, 4.0), (3.0, 0.0), (1.0, 2.0))), RunTime(0.0)]
+    cores = CoreSharing((1.0, 1.0, 2.0), machines=(0, 1, 2))
+    assert 0 < cores.added_seconds(late, [(0, 1)]) < 1e-5
+    slow = [RunTime(0.0, beside=((0.25, 1.0), (0.25, 5.0))), RunTime(0.0, beside=((0.75, 5.0), (0.75, 1.0)))]
+    assert cores.added_seconds([*slow, RunTime(0.0)], [(0, 1)]) == 1.5
+    waiting = [RunTime(0.0, beside=((0.0, wait),)) for wait in (1.0, 2.0, 1.0, 3.0)]
+    assert CoreSharing((1.0,) * 4).added_seconds(waiting, [(0, 2), (1, 3)]) == 2.0
 
 
 def test_a_rank_that_computes_last_is_not_slower(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,9 +66,7 @@ def test_a_rank_that_computes_last_is_not_slower(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(shared_cores, "time", SimpleNamespace(**clocks))
     monkeypatch.setattr(shared_cores, "_product", lambda: product)
     last = under_work(lambda: SimpleNamespace(wait=wait), None, 1, 0.02, 0.01)
-    assert last.work == pytest.approx(0.03, abs=1e-3)
-    first = RunTime(last.seconds - last.work, 0.0, last.alone)
-    assert CoreSharing((2.0, 2.0)).added_seconds([last, first]) == pytest.approx(0.03, abs=1e-3)
+    assert last.beside == (pytest.approx((0.0, 0.03), abs=1e-3),)
 
 
 class Slept:
@@ -92,7 +104,7 @@ def test_a_message_beside_products_takes_what_they_do_not_hide(monkeypatch: pyte
     assert added([under_work(message(1.0, alone=False), None, 3, 1.2)]) == pytest.approx(1.0)
     assert added([under_work(message(1.0, alone=True), None, 3, 1.2)]) < 1e-5
     assert added([under_work(message(2.0, alone=True), None, 3, 1.2)]) == pytest.approx(0.2)
-    assert under_work(None, None, 1, 1.2) == RunTime(0.0, alone=pytest.approx(3.6))
+    assert under_work(None, None, 1, 1.2) == RunTime(0.0)
 
 
 class Quota:
