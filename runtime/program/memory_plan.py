@@ -310,7 +310,9 @@ class StoragePlan:
             declared = lookup(local.op.kind)
             readable = [local.op.operands[i].name for i in declared.inplace if i < len(local.op.operands)]
             later = [p for p in self.uses.get(old, ()) if not self._precedes(p, (task, number))]
-            computed = local.mode == "compute" and old in readable
+            views = (v.name for v in local.op.operands if v.name != old and v.name in self.slots)
+            viewed = any(self.slots[name].root == old for name in views)  # such as its transposition
+            computed = local.mode == "compute" and old in readable and not viewed
             gathered = (  # the shards of a new value come together where the old one was
                 local.collective is not None
                 and local.collective.result_memory == "replaced"

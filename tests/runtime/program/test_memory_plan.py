@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import tracemalloc
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from distgraph.runtime.program import parts_of_values
 from distgraph.runtime.program.build import Build, build
 from distgraph.runtime.program.kernel_workspace import task_workspace
 from distgraph.runtime.program.memory_plan import plan_storage
+from distgraph.tracing.tensor import emit
 
 grid = ProcessMesh.grid
 
@@ -197,6 +199,24 @@ def test_a_parameter_is_overwritten_by_the_cast_of_its_master_copy() -> None:
     assert needed.states == (4 + 4 + 4) * held  # the master and two moments: no second copy in f16
     (old,) = (op.name for op in graph.sources("param"))
     assert old in storage.in_place
+
+
+class Symmetric(optim.SGD):
+    """Descends with the transposition of every matrix as its momentum."""
+
+    def _apply(self, slot: Any, g: Any, lr: Any, step: Any) -> None:
+        options = {"momentum": 0.9, "nesterov": False, "weight_decay": 0.0}
+        slot.store(slot.p, emit("momentum", slot.p, g, slot.p.transpose(1, 0), lr, **options)[0])
+
+
+def test_a_parameter_is_not_overwritten_while_a_view_of_it_is_read() -> None:
+    model = nn.Linear(4, 4, bias=False)
+    batch = (((4, 4), "f32"), ((4, 4), "f32"))
+    graph = train_graph(model, batch, lambda y, t: ops.mean((y - t) ** 2), Symmetric())
+    program = build(complete(graph, ProcessMesh.grid(dp=1)))
+    storage = plan_storage(program.program(0), program.schedule)
+    (old,) = (op.name for op in graph.sources("param"))
+    assert old not in storage.in_place
 
 
 @pytest.mark.parametrize("policy", ["1f1b", "gpipe", "eager-1f1b"])
