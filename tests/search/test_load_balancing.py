@@ -7,6 +7,7 @@ import math
 
 import numpy as np
 import pytest
+from scipy.optimize import linprog
 
 from distgraph.engine.search_driver.load_balancing import Member, divide_batch
 from distgraph.errors import InfeasibleError
@@ -47,6 +48,34 @@ def test_equals_brute_force(seed: int) -> None:
     assert found.bound <= best
     for member, n in zip(members, found.samples, strict=True):
         assert not n or member.fixed + member.nbytes * n <= member.memory * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_the_bound_is_the_linear_relaxation(seed: int) -> None:
+    """Against a solver, with members that start late and members of little memory."""
+    rng = np.random.default_rng(seed)
+    count = int(rng.integers(1, 7))
+    members = [
+        Member(
+            f"m{i}",
+            float(rng.choice([1.0, rng.uniform(0.1, 3)])) * 1e-3,
+            float(rng.choice([0.0, rng.uniform(0, 0.05)])),
+            nbytes=1.0,
+            memory=float(rng.choice([0.0, 40.0, 1e6, rng.integers(1, 200)])),
+        )
+        for i in range(count)
+    ]
+    capacities = [member.capacity(500) for member in members]
+    batch = int(min(500, sum(capacities)) * rng.choice([1.0, 0.5, 0.1]))
+    capacities = [member.capacity(batch) for member in members]
+    rates = [m.seconds + (m.start / n if n else 0.0) for m, n in zip(members, capacities, strict=True)]
+    limits = np.hstack([np.diag(rates), -np.ones((count, 1))])
+    shares = np.array([[1.0] * count + [0.0]])
+    bounds = [*((0.0, n) for n in capacities), (0.0, None)]
+    least = linprog([0.0] * count + [1.0], limits, np.zeros(count), shares, [batch], bounds)
+    found = divide_batch(batch, members)
+    assert least.status == 0
+    assert found.bound == pytest.approx(min(least.fun, found.seconds), rel=1e-7, abs=1e-12)
 
 
 def test_shares_of_a_large_batch_go_by_speed() -> None:

@@ -10,7 +10,7 @@ g_i b_i of its M_i bytes, `divide_batch` finds
     minimise T  subject to  sum_i b_i = B,  0 <= b_i <= cap_i = floor((M_i - f_i) / g_i),
                             a_i z_i + c_i b_i <= T,  b_i <= cap_i z_i,  z_i in {0, 1},  b_i whole.
 
-The linear relaxation (z_i = b_i / cap_i, b_i real), solved by cvxpy, bounds T from below. From there T rises
+The linear relaxation (z_i = b_i / cap_i, b_i real), in closed form, bounds T from below. From there T rises
 to the least value at which members can take all samples, sum_i min(cap_i, floor((T - a_i) / c_i)) >= B: as T
 is one of the a_i + c_i k, that is exact.
 
@@ -27,8 +27,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import import_module
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -148,20 +146,21 @@ def _least_seconds(batch: int, members: Sequence[Member], bound: float) -> float
 
 
 def _relaxed(batch: int, members: Sequence[Member], capacities: Sequence[int]) -> float:
-    """Seconds of the linear relaxation, which no whole shares go below."""
-    cp: Any = import_module("cvxpy")  # a second of start-up time: only for mixed clusters
-    cap: NDArray[np.float64] = np.array(capacities, dtype=np.float64)
-    rate = np.array(
+    """Seconds of the linear relaxation, which no whole shares go below.
+
+    Members compute until T, or until their memory is full: T is where sum_i min(cap_i, T / rate_i) = B, with
+    rate_i = c_i + a_i / cap_i. That sum is the least over all sets of full members, of which only those that
+    are full first matter: T is the largest of the times at which each such set and the others take B samples.
+    """
+    caps: NDArray[np.float64] = np.array(capacities, dtype=np.float64)
+    rates = np.array(
         [m.seconds + (m.start / n if n else 0.0) for m, n in zip(members, capacities, strict=True)]
     )
-    scale = float(rate.max()) * max(batch, 1)
-    samples, slowest = cp.Variable(len(members), nonneg=True), cp.Variable()
-    limits = [cp.sum(samples) == batch, samples <= cap, cp.multiply(rate / scale, samples) <= slowest]
-    problem = cp.Problem(cp.Minimize(slowest), limits)
-    problem.solve(solver=cp.SCIPY)  # HiGHS too, but highspy 1.16 writes its licence on standard output
-    if problem.value is None:
-        raise InfeasibleError(f"shares of {batch} samples: the solver ended with {problem.status}")
-    return max(0.0, float(problem.value)) * scale * (1 - _ROUNDING)
+    order = np.argsort(rates * caps, kind="stable")
+    caps, rates = caps[order], rates[order]
+    left = batch - (np.cumsum(caps) - caps)  # samples that the members from this one on share
+    speed = np.cumsum(1 / rates[::-1])[::-1]
+    return max(0.0, float((left / speed).max())) * (1 - _ROUNDING)
 
 
 def shared_shapes(layout_costs: LayoutCosts, micro_batches: int, submesh: SubMesh) -> tuple[Shape, ...]:
