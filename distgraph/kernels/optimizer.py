@@ -28,14 +28,15 @@ from distgraph.kernels.cuda.elementwise_kernel import CudaKernel
 def _unshared(inputs: tuple[Array, ...], outs: tuple[Array | None, ...]) -> tuple[Array, ...]:
     """Copy each NumPy input that some output would overwrite too early: inputs[i] may only be outs[i]
     itself."""
-
-    def clobbered(i: int, x: Array) -> bool:
-        return any(
-            o is not None and np.may_share_memory(x, o) and not (i == j and not _is_new(x, o))
-            for j, o in enumerate(outs)
-        )
-
-    return tuple(x.copy() if clobbered(i, x) else x for i, x in enumerate(inputs))
+    kept = list(inputs)
+    for i, x in enumerate(inputs):
+        for j, o in enumerate(outs):  # generators take as long as the update of a small tensor
+            if o is None or (i == j and x is o) or not np.may_share_memory(x, o):
+                continue
+            if i != j or _is_new(x, o):
+                kept[i] = x.copy()
+                break
+    return tuple(kept)
 
 
 def _is_new(x: Array, out: Array) -> bool:
