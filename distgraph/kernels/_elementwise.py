@@ -198,20 +198,24 @@ def _bfloat16_ufunc(
     ufunc: Callable[..., Array], loop: Loop[..., None], x: Array, y: Array, *, out: Array
 ) -> Array:
     """One ufunc call of bfloat16, by the loop where the last dims of the first operand are those of the
-    second."""
-    arrays = x, y, out
+    second. A first operand that is not contiguous is copied into the result first."""
     fits = out.shape == x.shape and y.ndim > 0 and y.size > 0 and x.shape[x.ndim - y.ndim :] == y.shape
-    fits = fits and out.dtype == BFLOAT16 and all(a.flags.c_contiguous for a in arrays)
+    fits = fits and out.dtype == BFLOAT16 and y.flags.c_contiguous and out.flags.c_contiguous
     if not (fits and x.size >= _FORMULA_MIN_SIZE and has_numba()) or any(_overlaps(a, out) for a in (x, y)):
         return ufunc(x, y, out=out)
+    if not x.flags.c_contiguous:
+        if np.may_share_memory(y, out):
+            return ufunc(x, y, out=out)
+        np.copyto(out, x)
+        x = out
     width = y.size if y.ndim == x.ndim else y.shape[-1]
-    loop(*(a.view(np.uint16).reshape(-1, width) for a in arrays))
+    loop(*(a.view(np.uint16).reshape(-1, width) for a in (x, y, out)))
     return out
 
 
 def _overlaps(x: Array, out: Array) -> bool:
-    """Whether two contiguous arrays share memory, and are not the same elements."""
-    same = x.ctypes.data == out.ctypes.data and x.size == out.size
+    """Whether two arrays share memory, and are not the same elements in the same order."""
+    same = x.ctypes.data == out.ctypes.data and x.shape == out.shape and x.strides == out.strides
     return not same and np.may_share_memory(x, out)
 
 

@@ -192,6 +192,10 @@ def test_sums_and_products_of_bfloat16_are_those_of_ml_dtypes(name: str, second:
     want = ufunc(x, y)
     np.testing.assert_array_equal(run(x, y, out=np.empty_like(x)), want)
     np.testing.assert_array_equal(run(x.swapaxes(0, 1).copy().swapaxes(0, 1), y, out=np.empty_like(x)), want)
+    if second == x.shape:
+        turned = x.swapaxes(0, 1).copy().swapaxes(0, 1)
+        again = y.copy()
+        np.testing.assert_array_equal(run(turned, again, out=again), want)
     moved = np.concatenate([x.ravel(), x.ravel()])  # operand and result overlap by all but a few elements
     shifted, start = moved[5 : 5 + x.size].reshape(x.shape), moved[: x.size].reshape(x.shape)
     want_of_shifted = ufunc(start.copy(), y)
