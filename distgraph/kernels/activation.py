@@ -77,7 +77,7 @@ def _fused_gelu_tanh(x: Any) -> Any:
     return x * sigmoid32(_TANH_SCALE * (x + _CUBIC * x * x * x))
 
 
-@computed_in_f32(0)
+@computed_in_f32(0, has_bfloat16_loop=True)
 def gelu(xp: Namespace, x: Array, *, approximate: bool = False, out: Array | None = None) -> Array:
     """y = x * Phi(x) = x / 2 * (1 + erf(x / sqrt(2))) (Hendrycks and Gimpel, 2016).
 
@@ -110,7 +110,7 @@ def _fused_gelu_tanh_grad(x: Any, dy: Any) -> Any:
     return (s + x * s * (ONE - s) * _TANH_SCALE * (ONE + _CUBIC_3 * x * x)) * dy
 
 
-@computed_in_f32(0)
+@computed_in_f32(0, has_bfloat16_loop=True)
 def gelu_grad(
     xp: Namespace, x: Array, dy: Array, *, approximate: bool = False, out: Array | None = None
 ) -> Array:
@@ -125,7 +125,7 @@ def _fused_silu(x: Any) -> Any:
     return x * sigmoid32(x)
 
 
-@computed_in_f32(0)
+@computed_in_f32(0, has_bfloat16_loop=True)
 def silu(xp: Namespace, x: Array, *, out: Array | None = None) -> Array:
     """y = x * sigmoid(x)."""
     return _fused_silu(lambda a: a * _sigmoid(xp, a), xp, (x,), out)
@@ -142,7 +142,7 @@ def _fused_silu_grad(x: Any, dy: Any) -> Any:
     return dy * s * (ONE + x * (ONE - s))
 
 
-@computed_in_f32(0)
+@computed_in_f32(0, has_bfloat16_loop=True)
 def silu_grad(xp: Namespace, x: Array, dy: Array, *, out: Array | None = None) -> Array:
     """dx = dy * s * (1 + x * (1 - s)) with s = sigmoid(x)."""
     return _fused_silu_grad(lambda a, da: da * _silu_slope(xp, a), xp, (x, dy), out)
@@ -153,7 +153,7 @@ def _fused_sigmoid(x: Any) -> Any:
     return sigmoid32(x)
 
 
-@computed_in_f32(0)
+@computed_in_f32(0, has_bfloat16_loop=True)
 def sigmoid(xp: Namespace, x: Array, *, out: Array | None = None) -> Array:
     """y = 1 / (1 + exp(-x)), without overflow."""
     return _fused_sigmoid(partial(_sigmoid, xp), xp, (x,), out)
@@ -170,7 +170,7 @@ def _fused_erf(x: Any) -> Any:
     return erf32(x)
 
 
-@computed_in_f32(0)
+@computed_in_f32(0, has_bfloat16_loop=True)
 def erf(xp: Namespace, x: Array, *, out: Array | None = None) -> Array:
     """y = 2 / sqrt(pi) * integral of exp(-t^2) from 0 to x."""
     return _fused_erf(partial(_erf, xp), xp, (x,), out)
@@ -181,7 +181,7 @@ def _fused_relu_grad(x: Any, dy: Any) -> Any:
     return dy if x > _ZERO else _ZERO
 
 
-@computed_in_f32(0)
+@computed_in_f32(0, has_bfloat16_loop=True)
 def relu_grad(xp: Namespace, x: Array, dy: Array, *, out: Array | None = None) -> Array:
     """dx = dy where x > 0, else 0; x may be the input or the output of the relu."""
     return _fused_relu_grad(lambda a, da: xp.where(a > 0, da, da.dtype.type(0)), xp, (x, dy), out)
@@ -192,7 +192,7 @@ def _fused_tanh_grad(y: Any, dy: Any) -> Any:
     return dy * (ONE - y * y)
 
 
-@computed_in_f32(0)
+@computed_in_f32(0, has_bfloat16_loop=True)
 def tanh_grad(xp: Namespace, y: Array, dy: Array, *, out: Array | None = None) -> Array:
     """dx = dy * (1 - y^2) with y = tanh(x)."""
     return _fused_tanh_grad(lambda a, da: da * (1 - a * a), xp, (y, dy), out)

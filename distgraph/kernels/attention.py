@@ -9,7 +9,6 @@ import numpy as np
 
 from distgraph.errors import GraphError
 from distgraph.kernels._common import (
-    FUSED_MIN_SIZE,
     Array,
     Namespace,
     computed_in_f32,
@@ -18,7 +17,7 @@ from distgraph.kernels._common import (
     outputs,
     store,
 )
-from distgraph.kernels._jit import has_numba, jit
+from distgraph.kernels._jit import FUSED_MIN_SIZE, has_numba, jit
 from distgraph.kernels._math import exp32
 from distgraph.kernels._row_loops import row_max
 from distgraph.kernels.cuda.flash_attention import launch_attention, launch_attention_grad

@@ -21,7 +21,6 @@ import numpy as np
 
 from distgraph.errors import GraphError
 from distgraph.kernels._common import (
-    FUSED_MIN_SIZE,
     Array,
     Namespace,
     computed_in_f32,
@@ -32,7 +31,7 @@ from distgraph.kernels._common import (
     store,
 )
 from distgraph.kernels._elementwise import LOOP_BLOCK, copy
-from distgraph.kernels._jit import has_numba, inlined, jit, pays
+from distgraph.kernels._jit import FUSED_MIN_SIZE, has_numba, inlined, jit, pays
 from distgraph.kernels.cuda.elementwise_kernel import CudaKernel
 
 _WORD = (1 << 64) - 1

@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from distgraph.kernels._common import FUSED_MIN_SIZE, Array, is_half
+from distgraph.kernels._common import Array, is_half
+from distgraph.kernels._jit import FUSED_MIN_SIZE
 from distgraph.kernels.attention import largest_tile
 from distgraph.kernels.conv import (
     Window,

@@ -19,7 +19,7 @@ from distgraph.errors import GraphError
 from distgraph.ir.dtypes import is_float, promote, short, to_numpy
 from distgraph.ir.graph import Value
 from distgraph.ir.op_registry import Attrs, GradientContext, Shape, define, elementwise, ufunc
-from distgraph.kernels._common import store
+from distgraph.kernels._common import converted, store
 from distgraph.ops.contraction import as_tensors
 from distgraph.tracing.tensor import Tensor, emit_one
 
@@ -260,7 +260,7 @@ def accumulate(x: Any) -> Tensor:
 
 
 def _cast_kernel(xp: Any, x: Any, out: Any = None, *, dtype: str) -> Any:
-    return x.astype(to_numpy(dtype)) if out is None else store(xp, x, out)
+    return converted(xp, x, to_numpy(dtype)) if out is None else store(xp, x, out)
 
 
 def _cast_gradient(c: GradientContext) -> Grads:

@@ -24,6 +24,7 @@ from distgraph.ir.graph import Op
 from distgraph.ir.op_registry import lookup
 from distgraph.ir.printer import name_text
 from distgraph.kernels._common import bound_kernel
+from distgraph.kernels._elementwise import ufunc_of
 from distgraph.passes.partition import LocalOp, LocalTask, RankProgram
 from distgraph.runtime.program.compiled_task import Arena
 from distgraph.runtime.program.fixed_calls import Call, call_of_several, direct_call, fixed
@@ -228,10 +229,10 @@ class Writer:
         if declared.view:  # the shapes may differ
             self.line(f"copyto(({outs}).reshape({operands[0]}.shape), {operands[0]})", op)
             return
+        dtypes = [to_numpy(v.dtype) for v in op.operands]
         if declared.ufunc:
-            function = self.bind(declared.ufunc, getattr(self.xp, declared.ufunc))
+            function = self.bind(declared.ufunc, ufunc_of(self.xp, declared.ufunc, dtypes))
         else:
-            dtypes = [to_numpy(v.dtype) for v in op.operands]
             bound = bound_kernel(declared.kernel, self.xp, dtypes, call.local.attrs)
             function = self.bind(op.kind.replace(".", "_"), bound)
         extra = ", micro=m" if declared.micro else ""
@@ -270,8 +271,7 @@ class Writer:
         value, target = op.operands[0].name, self.target(op.result.name)
         if value in self.storage.into and self.storage.slots[value].kind == "view":
             return  # the op that computes the value has added to it
-        source = self.read(value)
-        add = self.bind("add", self.xp.add)
+        source, add = self.read(value), self.bind("add", self.xp.add)
         first = "None" if value in self.storage.into else f"copyto({target}, {source})"
         self.line(f"{first} if m == 0 else {add}({target}, {source}, out={target})", op)
         if last and self.micro > 1:

@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -163,6 +164,55 @@ def test_the_driver_refuses_programs_that_compute_something_else(driver: ModuleT
         driver.check_losses(case, {"ours": ours, "torch": driver.Measured(0.1, [3.0, float("nan")])})
 
 
+def test_the_driver_reports_how_far_losses_differ(driver: ModuleType) -> None:
+    exact, half = (next(c for c in driver.CASES if c.name == name) for name in ("gpt_serial", "gpt_bf16"))
+    ours, other = driver.Measured(0.1, [2.0, 1.0]), driver.Measured(0.1, [2.0, 1.003])
+    assert driver.check_losses(half, {"ours": ours, "torch": other}) == pytest.approx(3e-3)
+    with pytest.raises(SystemExit, match="gpt_serial step 1"):
+        driver.check_losses(exact, {"ours": ours, "torch": other})
+    with pytest.raises(SystemExit, match="gpt_bf16 step 0"):
+        driver.check_losses(half, {"ours": ours, "torch": driver.Measured(0.1, [2.01, 1.0])})
+
+
+def llama_program() -> tuple[ModuleType, Any]:
+    """The module of the Llama, and small sizes: an odd number of positions, two queries a key."""
+    import benchmarks.support.peers.llama as llama
+
+    return llama, llama.LlamaSizes(
+        layers=2, hidden=24, inner=20, heads=4, key_heads=2, sequence=9, batch=3, vocabulary=31
+    )
+
+
+@pytest.mark.parametrize(("precision", "bound"), [(None, 0.0), ("bf16", 2.0**-8)])
+def test_the_llama_of_the_benchmark_learns(peers: ModuleType, precision: str | None, bound: float) -> None:
+    import benchmarks.support.peers.distgraph_peers as ours
+
+    llama, sizes = llama_program()
+    runs = []
+    for of_run in (None, precision):
+        engine = ours.llama_engine(sizes, of_run)
+        runs.append([engine.run(llama.llama_batch(sizes))["loss"] for _ in range(STEPS)])
+        engine.close()
+    assert runs[0] == sorted(runs[0], reverse=True)
+    assert runs[0][-1] < runs[0][0] * (1 - 1e-3)
+    np.testing.assert_allclose(runs[1], runs[0], rtol=bound)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(("precision", "bound"), [(None, 1e-5), ("bf16", 2.0**-8)])
+def test_the_llama_of_pytorch_computes_the_same(
+    peers: ModuleType, precision: str | None, bound: float
+) -> None:
+    import benchmarks.support.peers.distgraph_peers as ours
+
+    llama, sizes = llama_program()
+    engine = ours.llama_engine(sizes, precision)
+    losses = [engine.run(llama.llama_batch(sizes))["loss"] for _ in range(STEPS)]
+    engine.close()
+    step = llama.torch_step(sizes, bf16=precision == "bf16")
+    np.testing.assert_allclose([step() for _ in range(STEPS)], losses, rtol=bound)
+
+
 def test_a_ratio_is_the_median_of_the_pairs(driver: ModuleType) -> None:
     case = next(case for case in driver.CASES if case.name == "mlp_pp2")
     # the machine slows down fourfold from round to round: medians of each side apart would say 2 / 3
@@ -174,9 +224,10 @@ def test_a_ratio_is_the_median_of_the_pairs(driver: ModuleType) -> None:
 
 def test_programs_that_share_a_start_have_one_number_of_ranks(driver: ModuleType) -> None:
     names = [[case.name for case in group] for group in driver.starts(driver.CASES, True)]
-    serial = ["gpt_serial", "gpt_generate", "conv_serial", "narrow_serial"]
+    serial = ["gpt_serial", "gpt_bf16", "llama_serial", "llama_bf16", "gpt_generate", "conv_serial"]
+    serial += ["narrow_serial"]
     assert names == [serial, ["mlp_dp2", "mlp_tp2", "mlp_pp2", "mlp_zero2"]]
-    assert [len(group) for group in driver.starts(driver.CASES, False)] == [1] * 8
+    assert [len(group) for group in driver.starts(driver.CASES, False)] == [1] * 11
 
 
 @pytest.mark.parametrize("reports", [0, 1, 3])

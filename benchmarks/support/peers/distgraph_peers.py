@@ -1,5 +1,5 @@
-"""distgraph's side of the step benchmark: the GPT (training and generation), the conv net and the narrow MLP
-on one rank, the MLP data, tensor and pipeline parallel and ZeRO-2 on two.
+"""distgraph's side of the step benchmark: the GPT (training, also in bf16, and generation), the Llama, the
+conv net and the narrow MLP on one rank, the MLP data, tensor and pipeline parallel and ZeRO-2 on two.
 
 Each program is a serial model written with `dg.nn`, a few annotations, and `Engine.prepare` and `Engine.run`;
 nothing below the public front is touched but the initial values, which come from `benchmarks.support.peers`.
@@ -40,12 +40,14 @@ from benchmarks.support.peers import (
     timed_steps,
 )
 from benchmarks.support.peers.generation import NEW, prompts
+from benchmarks.support.peers.llama import WEIGHT_DECAY, LlamaSizes, llama_batch, llama_parameters
 from distgraph import nn, ops
-from distgraph.optim import Adam, shard_states
+from distgraph.models import Llama, LlamaConfig
+from distgraph.optim import Adam, AdamW, shard_states
 from distgraph.runtime.launch.mpi_rank import current_transport
 
 PROGRAMS = (
-    "gpt_serial", "gpt_generate", "conv_serial", "narrow_serial",
+    "gpt_serial", "gpt_bf16", "gpt_generate", "llama_serial", "llama_bf16", "conv_serial", "narrow_serial",
     "mlp_serial", "mlp_dp2", "mlp_tp2", "mlp_pp2", "mlp_zero2",
 )  # fmt: skip
 
@@ -153,9 +155,10 @@ def conv_engine(sizes: ConvSizes) -> dg.Engine:
     return engine
 
 
-def gpt_engine(sizes: GptSizes) -> dg.Engine:
+def gpt_engine(sizes: GptSizes, precision: str | None = None) -> dg.Engine:
     """The engine of the GPT."""
-    engine = dg.Engine(Gpt(sizes), nn.CrossEntropy(), adam())
+    strategy = dg.Strategy(precision=precision)
+    engine = dg.Engine(Gpt(sizes), nn.CrossEntropy(), adam(), strategy=strategy)
     initial: dict[str, Array] = {}
     for name, value in gpt_parameters(sizes).items():
         block, _, rest = name.partition(".")
@@ -169,6 +172,26 @@ def gpt_engine(sizes: GptSizes) -> dg.Engine:
             place = {"out": "attn.out", "fc1": "mlp.up", "fc2": "mlp.down"}.get(kind, kind)
             initial[f"blocks.{block}.{place}.{which}"] = value
     start_from(engine, initial)
+    return engine
+
+
+def llama_engine(sizes: LlamaSizes, precision: str | None = None) -> dg.Engine:
+    """The engine of the Llama, with AdamW."""
+    model = Llama(
+        LlamaConfig(
+            hidden=sizes.hidden,
+            inner=sizes.inner,
+            layers=sizes.layers,
+            heads=sizes.heads,
+            key_heads=sizes.key_heads,
+            vocabulary=sizes.vocabulary,
+            sequence=sizes.sequence,
+            rotary=sizes.rotary,
+        )
+    )
+    optimizer = AdamW(lr=LEARNING_RATE, beta1=BETA1, beta2=BETA2, eps=EPSILON, weight_decay=WEIGHT_DECAY)
+    engine = dg.Engine(model, model.loss, optimizer, strategy=dg.Strategy(precision=precision))
+    start_from(engine, llama_parameters(sizes))
     return engine
 
 
@@ -187,8 +210,11 @@ def start_from(engine: dg.Engine, initial: Mapping[str, Array]) -> None:
 
 def engine_of(name: str, sizes: MlpSizes) -> tuple[dg.Engine, Any]:
     """The engine of a program, and the batch that it trains on."""
-    if name == "gpt_serial":
-        return gpt_engine(GptSizes()), gpt_batch(GptSizes())
+    precision = "bf16" if name.endswith("bf16") else None
+    if name.startswith("gpt"):
+        return gpt_engine(GptSizes(), precision), gpt_batch(GptSizes())
+    if name.startswith("llama"):
+        return llama_engine(LlamaSizes(), precision), llama_batch(LlamaSizes())
     if name == "conv_serial":
         return conv_engine(ConvSizes()), conv_batch(ConvSizes())
     if name == "narrow_serial":

@@ -1,5 +1,5 @@
-"""The MLP in PyTorch on two CPU ranks (gloo, one thread each) and the GPT, the conv net and the narrow MLP on
-one, in PyTorch's own documented ways.
+"""The MLP in PyTorch on two CPU ranks (gloo, one thread each) and the GPT, the Llama, the conv net and the
+narrow MLP on one, in PyTorch's own documented ways.
 
 DDP, tensor parallel by `parallelize_module`, 1F1B by `torch.distributed.pipelining`, FSDP2 by
 `fully_shard`; all eager, Adam with its fastest CPU implementation (`fused=True`) where that takes the
@@ -56,6 +56,8 @@ from benchmarks.support.peers import (
     timed_steps,
 )
 from benchmarks.support.peers.generation import torch_generation
+from benchmarks.support.peers.llama import LlamaSizes
+from benchmarks.support.peers.llama import torch_step as llama_step
 
 Step = Callable[[], float]
 END_LIMIT = 30.0  # seconds that rank 1 may take to end after rank 0
@@ -214,10 +216,10 @@ class Gpt(nn.Module):
         return logits
 
 
-def gpt_serial(sizes: GptSizes) -> Step:
-    """The GPT, eager, one thread."""
+def gpt_serial(sizes: GptSizes, *, bf16: bool = False) -> Step:
+    """The GPT, eager, one thread; in bf16 under `torch.autocast`."""
     tokens, targets = (torch.from_numpy(part) for part in gpt_batch(sizes))
-    return classifier_step(Gpt(sizes), tokens, targets)
+    return classifier_step(Gpt(sizes), tokens, targets, bf16=bf16)
 
 
 class ConvNet(nn.Module):
@@ -242,13 +244,14 @@ class ConvNet(nn.Module):
         return logits
 
 
-def classifier_step(model: nn.Module, x: Tensor, classes: Tensor) -> Step:
+def classifier_step(model: nn.Module, x: Tensor, classes: Tensor, *, bf16: bool = False) -> Step:
     """Zero, forward, mean cross-entropy over the last dim, backward, update."""
     optimizer = adam(model.parameters())
 
     def step() -> float:
         optimizer.zero_grad(set_to_none=True)
-        loss = F.cross_entropy(model(x).flatten(0, -2), classes.flatten())
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            loss = F.cross_entropy(model(x).flatten(0, -2), classes.flatten())
         torch.autograd.backward(loss)
         optimizer.step()
         return loss.item()
@@ -272,7 +275,10 @@ MLP_PROGRAMS: dict[str, Callable[[MlpSizes], Step]] = {
 
 SERIAL_PROGRAMS: dict[str, Callable[[MlpSizes], Step]] = {
     "gpt_serial": lambda sizes: gpt_serial(GptSizes()),
+    "gpt_bf16": lambda sizes: gpt_serial(GptSizes(), bf16=True),
     "gpt_generate": lambda sizes: torch_generation(GptSizes()),
+    "llama_serial": lambda sizes: llama_step(LlamaSizes()),
+    "llama_bf16": lambda sizes: llama_step(LlamaSizes(), bf16=True),
     "conv_serial": lambda sizes: conv_serial(ConvSizes()),
     "narrow_serial": lambda sizes: mlp_serial(NARROW),
     "mlp_serial": mlp_serial,

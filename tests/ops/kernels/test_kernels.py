@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+import tracemalloc
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import ml_dtypes
@@ -14,7 +15,18 @@ import pytest
 from support.ops.kernel_cases import Case, all_cases, as_tuple
 
 from distgraph.errors import GraphError, RuntimeFault
-from distgraph.kernels import _jit, activation, attention, embedding, loss, norm, optimizer, softmax
+from distgraph.kernels import (
+    _common,
+    _elementwise,
+    _jit,
+    activation,
+    attention,
+    embedding,
+    loss,
+    norm,
+    optimizer,
+    softmax,
+)
 from distgraph.kernels import random as rnd
 from distgraph.kernels._common import bound_kernel
 
@@ -146,6 +158,64 @@ def test_attention_gradient_in_bfloat16_does_not_inherit_the_rounding_of_lse() -
     for g, w in zip(attention.attention_grad(np, *narrow[:4], *rounded), want, strict=True):
         error = np.abs(g.astype(np.float64) - w).max() / np.abs(w).max()
         assert error < 4 * float(ml_dtypes.finfo(ml_dtypes.bfloat16).eps)
+
+
+def float32_of_all_kinds() -> np.ndarray:
+    """Every number whose last 16 bits round up, down or to even, NaN and infinity among them."""
+    high = np.arange(1 << 16, dtype=np.uint32) << 16
+    return np.concatenate([high + low for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)]).view(np.float32)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_bfloat16_is_converted_as_ml_dtypes_does() -> None:
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    every = bits.view(ml_dtypes.bfloat16).reshape(64, 32, 32)
+    for x in (every, every.transpose(2, 0, 1), every[:, ::2], every[:, :, ::-1]):
+        got = _common.converted(np, x, np.dtype(np.float32))
+        assert got.strides == x.astype(np.float32).strides
+        np.testing.assert_array_equal(got.view(np.uint32), x.astype(np.float32).view(np.uint32))
+    numbers = float32_of_all_kinds()
+    want = numbers.astype(ml_dtypes.bfloat16).view(np.uint16)
+    np.testing.assert_array_equal(_common.converted(np, numbers, _common.BFLOAT16).view(np.uint16), want)
+    out = np.empty(numbers.shape, ml_dtypes.bfloat16)
+    assert _common.store(np, numbers, out) is out
+    np.testing.assert_array_equal(out.view(np.uint16), want)
+
+
+@pytest.mark.parametrize("name", ["add", "subtract", "multiply"])
+@pytest.mark.parametrize("second", [(7, 40, 12), (40, 12), (12,), (1, 12), ()])
+def test_sums_and_products_of_bfloat16_are_those_of_ml_dtypes(name: str, second: tuple[int, ...]) -> None:
+    random = np.random.default_rng(5)
+    x, y = (random.standard_normal(shape).astype(ml_dtypes.bfloat16) for shape in ((7, 40, 12), second))
+    run, ufunc = _elementwise.ufunc_of(np, name, [x.dtype, y.dtype]), getattr(np, name)
+    assert run is not ufunc
+    want = ufunc(x, y)
+    np.testing.assert_array_equal(run(x, y, out=np.empty_like(x)), want)
+    np.testing.assert_array_equal(run(x.swapaxes(0, 1).copy().swapaxes(0, 1), y, out=np.empty_like(x)), want)
+    if second == x.shape:
+        turned = x.swapaxes(0, 1).copy().swapaxes(0, 1)
+        again = y.copy()
+        np.testing.assert_array_equal(run(turned, again, out=again), want)
+    moved = np.concatenate([x.ravel(), x.ravel()])  # operand and result overlap by all but a few elements
+    shifted, start = moved[5 : 5 + x.size].reshape(x.shape), moved[: x.size].reshape(x.shape)
+    want_of_shifted = ufunc(start.copy(), y)
+    np.testing.assert_array_equal(run(start, y, out=shifted), want_of_shifted)
+    assert run(x, y, out=x) is x
+    np.testing.assert_array_equal(x, want)
+    assert _elementwise.ufunc_of(np, name, [x.dtype, np.dtype(np.float32)]) is ufunc
+
+
+@pytest.mark.parametrize("kernel", [activation.gelu, activation.silu, activation.silu_grad])
+def test_activations_of_bfloat16_are_computed_without_copies(kernel: Callable[..., np.ndarray]) -> None:
+    operands = [np.ones((512, 512), ml_dtypes.bfloat16)] * (2 if kernel is activation.silu_grad else 1)
+    out = np.empty_like(operands[0])
+    kernel(np, *operands, out=out)  # compiles
+    tracemalloc.start()
+    try:
+        kernel(np, *operands, out=out)
+        assert tracemalloc.get_traced_memory()[1] < out.nbytes / 8
+    finally:
+        tracemalloc.stop()
 
 
 def test_nan_and_infinity_are_not_swallowed() -> None:
