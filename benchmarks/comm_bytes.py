@@ -33,6 +33,7 @@ beat the ids.
 * an op may be computed on its ranks in another order: the reversal sends 0 bytes (294,912 before); halos are
   counted with the value that they are read from: the slice 0.33 of XLA (0.5). None above, 75 below.
 * completion alone tries the last of equal claims too: 6 above (12), products whose operands compete.
+* the cheapest completion is searched from by default where claims are lost or a rank order saves bytes: none.
 """
 
 from __future__ import annotations

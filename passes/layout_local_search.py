@@ -33,7 +33,7 @@ from distgraph.ir.graph import Graph
 from distgraph.ir.sharding_spec import Origin
 from distgraph.ir.step_phases import multiplicity
 from distgraph.passes.analysis.layout_change_cost import Key, ValueCosts
-from distgraph.passes.analysis.layout_space import LayoutSpace
+from distgraph.passes.analysis.layout_space import LayoutSpace, Place
 from distgraph.passes.pass_registry import PassContext, register_pass
 from distgraph.passes.redistribution.planner import Price, wire_price
 
@@ -55,22 +55,26 @@ class _Refiner:
         self.failed: set[object] = set()
         self.budget = budget
         self.compared = 0  # options of ops that were compared
-        self.choice = [node.options.index(op.layout) for node, op in zip(self.nodes, graph.ops, strict=True)]  # type: ignore[arg-type]
+        self.choice = [0] * len(self.nodes)
         self.costs = [self.cost(i) for i in range(len(self.edges))]
-        self.effects: dict[int, list[list[tuple[int, ...]]]] = {}
+        self.effects: dict[tuple[int, Place], list[tuple[int, ...]]] = {}
+        self.responses: dict[object, tuple[float, int]] = {}
 
     # ------------------------------------------------------------------ costs
 
     def produced(self, value: int) -> int:
         """Layout in which a value is produced."""
         edge = self.edges[value]
-        return self.nodes[edge.producer].produced[self.choice[edge.producer]][edge.position]
+        return self.nodes[edge.producer].options.produced[self.choice[edge.producer]][edge.position]
 
     def key(self, value: int, read: set[int] | None = None) -> Key:
         """The key of a value under the current choices; `read` replaces the layouts in which it is read."""
         edge = self.edges[value]
         if read is None:
-            read = {self.nodes[reader].read[self.choice[reader]][operand] for reader, operand in edge.readers}
+            read = {
+                self.nodes[reader].options.read[self.choice[reader]][operand]
+                for reader, operand in edge.readers
+            }
         if edge.replaces >= 0:
             read.add(self.produced(edge.replaces))
         return edge.kind, self.produced(value), tuple(sorted(read))
@@ -150,10 +154,8 @@ class _Refiner:
         The bound of a value is computed once for all options with equal layouts of the value.
         """
         node, present = self.nodes[number], self.choice[number]
-        if number not in self.effects:
-            self.effects[number] = [self.effect(number, value) for value in node.around]
         columns = []
-        for value, effects in zip(node.around, self.effects[number], strict=True):
+        for value, effects in zip(node.around, self.effects_on(number), strict=True):
             bounds: dict[tuple[int, ...], float] = {}
             for option, effect in enumerate(effects):
                 if effect not in bounds:
@@ -162,21 +164,51 @@ class _Refiner:
             columns.append([bounds[effect] for effect in effects])
         self.choice[number] = present
         options = sorted(
-            (sum(column[option] for column in columns), option) for option in range(len(node.options))
+            (sum(column[option] for column in columns), option) for option in range(len(node.options.layouts))
         )
         self.compared += len(options)
         return options
 
-    def effect(self, number: int, value: int) -> list[tuple[int, ...]]:
-        """For every option of an op, the layouts in which it produces and reads a value around it."""
-        node, edge = self.nodes[number], self.edges[value]
-        replaced = self.edges[edge.replaces] if edge.replaces >= 0 else None
-        results = [e.position for e in (edge, replaced) if e is not None and e.producer == number]
-        operands = [operand for reader, operand in edge.readers if reader == number]
-        return [
-            (*(produced[i] for i in results), *(read[i] for i in operands))
-            for produced, read in zip(node.produced, node.read, strict=True)
-        ]
+    def effects_on(self, number: int) -> list[list[tuple[int, ...]]]:
+        """For every value around an op and every option: the layouts in which the op leaves and reads it."""
+        options, columns = self.nodes[number].options, []
+        for place in self.space.places(number):
+            effects = self.effects.get((options.number, place))
+            if effects is None:
+                results, operands = [i for i in place[:2] if i >= 0], place[2:]
+                effects = self.effects[options.number, place] = [
+                    (*(produced[i] for i in results), *(read[i] for i in operands))
+                    for produced, read in zip(options.produced, options.read, strict=True)
+                ]
+            columns.append(effects)
+        return columns
+
+    def surroundings(self, number: int) -> object:
+        """All that the best response of an op depends on; equal in repeated layers."""
+        node, around = self.nodes[number], list[object]()
+        for value, place in zip(node.around, self.space.places(number), strict=True):
+            edge = self.edges[value]
+            made = self.produced(value) if place[0] < 0 else -1
+            replaced = self.produced(edge.replaces) if edge.replaces >= 0 > place[1] else -1
+            read = {
+                self.nodes[reader].options.read[self.choice[reader]][operand]
+                for reader, operand in edge.readers
+                if reader != number
+            }
+            around.append((edge.kind, edge.times, place, made, replaced, *sorted(read)))
+        return node.options.number, self.choice[number], *around
+
+    def usual_response(self, number: int) -> tuple[float, int]:
+        """`best_response` of an op to everything around it, computed once for all in equal surroundings."""
+        key = self.surroundings(number)
+        response = self.responses.get(key)
+        if response is None:
+            response = self.best_response(number)
+            if not self.spent:
+                self.responses[key] = response
+            return response
+        self.compared += len(self.nodes[number].options.layouts)
+        return (0.0, self.choice[number]) if self.spent else response
 
     def total(self, values: Sequence[int], limit: float) -> float:
         """Total cost of some values; inf if it exceeds a limit."""
@@ -194,7 +226,7 @@ class _Refiner:
         """Whether no message carries the value between its ops and those in `moved` (others may follow)."""
         edge = self.edges[value]
         read = {
-            self.nodes[reader].read[self.choice[reader]][operand]
+            self.nodes[reader].options.read[self.choice[reader]][operand]
             for reader, operand in edge.readers
             if reader == end or reader in moved
         }
@@ -211,12 +243,12 @@ class _Refiner:
             number = queue.popleft()
             queued.discard(number)
             node = self.nodes[number]
-            if len(node.options) < 2 or not any(self.moves(v) for v in node.around):
+            if len(node.options.layouts) < 2 or not any(self.moves(v) for v in node.around):
                 continue
-            gain, option = self.best_response(number)
+            gain, option = self.usual_response(number)
             if gain < -_GAIN and option != self.choice[number]:
                 self.set(number, option)
-                for other in node.neighbours:
+                for other in self.space.neighbours(number):
                     if other not in queued:
                         queued.add(other)
                         queue.append(other)
@@ -234,7 +266,7 @@ class _Refiner:
                 continue
             edge = self.edges[value]
             for end in (edge.producer, *(reader for reader, _ in edge.readers)):
-                if end in moved or len(self.nodes[end].options) < 2:
+                if end in moved or len(self.nodes[end].options.layouts) < 2:
                     continue
                 _, response = self.best_response(end, value, moved)
                 if response == self.choice[end]:
@@ -251,8 +283,8 @@ class _Refiner:
 
     def situation(self, number: int) -> object:
         """A key of an op and its neighbours that is equal in repeated layers."""
-        near = (number, *self.nodes[number].neighbours)
-        return tuple((self.nodes[n].kind, self.nodes[n].options[self.choice[n]]) for n in near)
+        near = (number, *self.space.neighbours(number))
+        return tuple((self.nodes[n].kind, self.nodes[n].options.layouts[self.choice[n]]) for n in near)
 
     def try_op(self, number: int, value: int) -> bool:
         """Flood from one op of a border with each option that does not increase the cost of the border.
@@ -261,13 +293,13 @@ class _Refiner:
         have changed.
         """
         node = self.nodes[number]
-        if len(node.options) < 2:
+        if len(node.options.layouts) < 2:
             return False
         key = (self.situation(number), self.edges[value].kind)
         if key in self.failed:
             return False
         improved = False
-        for option in range(len(node.options)):
+        for option in range(len(node.options.layouts)):
             if self.spent:
                 return improved
             worth = self.costs[value]
@@ -325,7 +357,7 @@ def refined(graph: Graph, price: Price = wire_price, budget: float = BUDGET) -> 
     refiner = _Refiner(graph, multiplicity(graph), price, budget)
     refiner.run()
     ops = [
-        replace(op, layout=node.options[option])
+        replace(op, layout=node.options.layouts[option])
         for op, node, option in zip(graph.ops, refiner.nodes, refiner.choice, strict=True)
     ]
     attrs = {}

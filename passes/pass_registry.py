@@ -44,7 +44,8 @@ class PassContext:
     Attributes:
         mesh: of a serial graph whose annotations name none.
         layout_price: cost of a collective while layouts are chosen, before ranks are placed on devices.
-        search_layouts: whether `choose_completion` also searches for layouts of what nobody annotated.
+        search_layouts: whether `choose_completion` searches for layouts of what nobody annotated from every
+            completion, and of every program; otherwise from the cheapest one if annotations compete.
         search_budget: work after which that search ends (see `refine`); None for its default.
         price: cost of a collective, for the choice between sequences of them when a change of layout is
             lowered.

@@ -72,9 +72,11 @@ class Strategy:
         batch_axis: axis (or axes) of `mesh` that split the first dim of every input: plain data parallelism
             in one word. Needs `mesh`.
         refine: what happens where annotations compete for an axis: "never" lets inputs and activations win
-            over parameters; "conflicts" completes under every order of priorities and takes the one that
-            sends least; "always" besides searches for layouts of what nobody pinned that send less, with or
-            without conflicts (slower to compile; the plan may look unlike what was annotated).
+            over parameters; "conflicts" completes under every order of priorities, takes the one that sends
+            least, and searches briefly from there for layouts of what nobody pinned that send less, also
+            where an op cannot keep an annotation or reads less on its ranks in another order; "always"
+            searches from every order, longer, with or without conflicts (slower to compile; the plan may look
+            unlike what was annotated). Layouts that were searched have the origin "search" in reports.
         refine_budget: work after which the search of refine="always" ends with the best layouts found so far,
             counted and not timed, so that every rank and every run ends with the same ones: 1 for each layout
             of an op that is compared, 20 for each change of layout that is priced, 1 for each step examined
@@ -279,8 +281,8 @@ class Strategy:
         check_count("refine_budget of Strategy", budget, ShardingError)
         if self.refine != "always":
             raise ShardingError(
-                f"refine_budget of Strategy is {budget} but refine is {self.refine!r}, which searches "
-                'nothing; use refine="always" or leave refine_budget out'
+                f"refine_budget of Strategy is {budget} but refine is {self.refine!r}, which takes "
+                'none; use refine="always" or leave refine_budget out'
             )
 
     def _check_constraints(self) -> None:

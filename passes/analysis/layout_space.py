@@ -16,7 +16,7 @@ from distgraph.ir.dtypes import itemsize
 from distgraph.ir.graph import SOURCES, Graph, Op
 from distgraph.ir.index_rule import OpLayout, choices, operand_spec, result_spec
 from distgraph.ir.mesh import ProcessMesh
-from distgraph.ir.op_registry import linear_groups, lookup, operand_windows, rule_of
+from distgraph.ir.op_registry import freeze, linear_groups, lookup, operand_windows, rule_of
 from distgraph.ir.sharding_spec import DistAttr
 from distgraph.passes.analysis.layout_change_cost import LayoutNumbers, ValueKind
 from distgraph.passes.analysis.redistribution_cost import TOUCH
@@ -26,6 +26,29 @@ _OPTIONS = 64  # layouts of one op, at most, for each order of its ranks
 _ORDERS = 4  # other orders of the ranks of one mesh, at most
 
 
+# what a value is to an op: the position of the result, that of the result which it replaces (or -1), and
+# positions of operands
+Place = tuple[int, ...]
+Layouts = tuple[tuple[int, ...], ...]  # for every option, indices of layouts
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The possible layouts of an op; ops that may be laid out alike share them, as those of repeated layers.
+
+    Attributes:
+        number: index among all `Options` of a graph.
+        layouts: how the op may be computed; first as by completion.
+        produced: for every one of them the layout of each result.
+        read: for every one of them the layout of each operand.
+    """
+
+    number: int
+    layouts: tuple[OpLayout, ...]
+    produced: Layouts
+    read: Layouts
+
+
 @dataclass(slots=True)
 class Node:
     """An op with its options.
@@ -33,22 +56,16 @@ class Node:
     Attributes:
         name: name of the op.
         options: its possible layouts.
-        produced: for every option the layout of each result.
-        read: for every option the layout of each operand.
         operands, results: indices of values.
         around: indices of the values whose cost depends on the option.
-        neighbours: indices of the ops that produce or read these values.
         kind: kind of the op and shapes of its operands.
     """
 
     name: str
-    options: list[OpLayout]
-    produced: list[tuple[int, ...]]
-    read: list[tuple[int, ...]]
+    options: Options
     operands: tuple[int, ...]
     results: tuple[int, ...]
     around: tuple[int, ...] = ()
-    neighbours: tuple[int, ...] = ()
     kind: tuple[object, ...] = ()
 
 
@@ -82,7 +99,10 @@ class LayoutSpace:
     def __init__(self, graph: Graph, times: dict[str, int]) -> None:
         self.graph = graph
         self.layouts = LayoutNumbers()
-        self.orders = _orders(graph)
+        self.orders = rank_orders(graph)
+        self._options_of: dict[object, Options] = {}
+        self._neighbours: dict[int, tuple[int, ...]] = {}
+        self._places: dict[int, tuple[Place, ...]] = {}
         position = {name: i for i, name in enumerate(graph.values)}
         self.nodes = [self._node(op, position) for op in graph.ops]
         kinds: dict[ValueKind, int] = {}
@@ -91,38 +111,42 @@ class LayoutSpace:
         self._connect()
 
     def _node(self, op: Op, position: dict[str, int]) -> Node:
-        layout = op.layout
-        assert layout is not None
-        rule, linear, reduction = rule_of(op), linear_groups(op), lookup(op.kind).reduction
-        fixed = op.kind == "reshard" or (op.kind in SOURCES and self.graph.attrs[op.name].pinned)
+        assert op.layout is not None
+        pinned = self.graph.attrs[op.name].pinned
+        fixed = op.kind == "reshard" or (op.kind in SOURCES and pinned)
         chosen = fixed or op.name in self.graph.algorithms  # an algorithm allows few layouts only
-        options = [layout] if chosen else self._options(op, layout)
-        if fixed:
-            produced = [tuple(self.layouts.number(self.graph.attrs[v.name]) for v in op.results)]
-            read = [produced[0] * len(op.operands)]
-        else:
-            produced = [
-                tuple(
-                    self.layouts.number(DistAttr(o.mesh, result_spec(rule, i, o, reduction)))
-                    for i in range(len(op.results))
-                )
-                for o in options
-            ]
-            read = [
-                tuple(
-                    self.layouts.number(
-                        DistAttr(o.mesh, operand_spec(rule, i, o, linear)), operand_windows(op, i, o)
-                    )
-                    for i in range(len(op.operands))
-                )
-                for o in options
-            ]
+        made = tuple(self.layouts.number(self.graph.attrs[v.name]) for v in op.results) if fixed else ()
+        key = (_signature(op), op.layout, op.role, pinned, chosen, made)
+        options = self._options_of.get(key)
+        if options is None:
+            allowed = (op.layout,) if chosen else self._allowed(op, op.layout)
+            numbers = ((made,), (made * len(op.operands),)) if fixed else self._numbers(op, allowed)
+            options = self._options_of[key] = Options(len(self._options_of), allowed, *numbers)
         shapes = tuple(v.shape for v in op.operands)
         operands = tuple(position[v.name] for v in op.operands)
         results = tuple(position[v.name] for v in op.results)
-        return Node(op.name, options, produced, read, operands, results, kind=(op.kind, shapes))
+        return Node(op.name, options, operands, results, kind=(op.kind, shapes))
 
-    def _options(self, op: Op, completed: OpLayout) -> list[OpLayout]:
+    def _numbers(self, op: Op, allowed: tuple[OpLayout, ...]) -> tuple[Layouts, Layouts]:
+        """For every option, indices of the layouts in which an op produces and reads values."""
+        rule, linear, reduction = rule_of(op), linear_groups(op), lookup(op.kind).reduction
+        number = self.layouts.number
+        produced = tuple(
+            tuple(
+                number(DistAttr(o.mesh, result_spec(rule, i, o, reduction))) for i in range(len(op.results))
+            )
+            for o in allowed
+        )
+        read = tuple(
+            tuple(
+                number(DistAttr(o.mesh, operand_spec(rule, i, o, linear)), operand_windows(op, i, o))
+                for i in range(len(op.operands))
+            )
+            for o in allowed
+        )
+        return produced, read
+
+    def _allowed(self, op: Op, completed: OpLayout) -> tuple[OpLayout, ...]:
         costly = lookup(op.kind).cost == "matmul"
         groups = () if len(op.results) != 1 or costly or op.role == "optimize" else linear_groups(op)
         options = [o for o in choices(rule_of(op), completed.mesh, groups) if o != completed]
@@ -131,7 +155,7 @@ class LayoutSpace:
             options = [o for o in options if _parts(o) >= _parts(completed)]
         options = [completed, *options[: _OPTIONS - 1]]
         others = self.orders.get(completed.mesh, ()) if op.operands else ()
-        return options + [replace(option, mesh=mesh) for mesh in others for option in options]
+        return (*options, *(replace(option, mesh=mesh) for mesh in others for option in options))
 
     def _edges(
         self, position: dict[str, int], times: dict[str, int], kinds: dict[ValueKind, int]
@@ -168,23 +192,52 @@ class LayoutSpace:
         free = [
             self.graph.ops[e.producer].kind in SOURCES and self.kinds[e.kind].shape == () for e in self.edges
         ]
-        for number, node in enumerate(self.nodes):
+        for node in self.nodes:
             # scalar inputs cost nothing and would make all ops neighbours of each other
             around = dict.fromkeys(v for v in (*node.operands, *node.results) if not free[v])
             for value in node.results:
                 around.update(dict.fromkeys(updated_by.get(value, ())))
             node.around = tuple(around)
+
+    def neighbours(self, number: int) -> tuple[int, ...]:
+        """Indices of the ops that produce or read the values around an op."""
+        neighbours = self._neighbours.get(number)
+        if neighbours is None:
             near: dict[int, None] = {}
-            for value in around:
-                near[self.edges[value].producer] = None
-                near.update(dict.fromkeys(reader for reader, _ in self.edges[value].readers))
-                if self.edges[value].replaces >= 0:
-                    near[self.edges[self.edges[value].replaces].producer] = None
+            for value in self.nodes[number].around:
+                edge = self.edges[value]
+                near[edge.producer] = None
+                near.update(dict.fromkeys(reader for reader, _ in edge.readers))
+                if edge.replaces >= 0:
+                    near[self.edges[edge.replaces].producer] = None
             near.pop(number, None)
-            node.neighbours = tuple(near)
+            neighbours = self._neighbours[number] = tuple(near)
+        return neighbours
+
+    def places(self, number: int) -> tuple[Place, ...]:
+        """For every value around an op, what it is to the op."""
+        places = self._places.get(number)
+        if places is None:
+            places = self._places[number] = tuple(self._place(number, v) for v in self.nodes[number].around)
+        return places
+
+    def _place(self, number: int, value: int) -> Place:
+        edge = self.edges[value]
+        replaced = self.edges[edge.replaces] if edge.replaces >= 0 else None
+        results = (e.position if e is not None and e.producer == number else -1 for e in (edge, replaced))
+        return *results, *(operand for reader, operand in edge.readers if reader == number)
 
 
-def _orders(graph: Graph) -> dict[ProcessMesh, tuple[ProcessMesh, ...]]:
+def _signature(op: Op) -> object:
+    """A key that is equal for ops with equal possible layouts on one mesh, apart from annotations."""
+    rule, declared = rule_of(op), lookup(op.kind)
+    if op.kind in SOURCES or not (rule.sliding or callable(declared.linear)):
+        return op.kind, id(rule)  # rules are kept by the ops, and shared by ops of equal shapes
+    attrs = tuple(sorted((name, freeze(attr)) for name, attr in op.attrs.items()))
+    return op.kind, id(rule), tuple(v.shape for v in (*op.operands, *op.results)), attrs
+
+
+def rank_orders(graph: Graph) -> dict[ProcessMesh, tuple[ProcessMesh, ...]]:
     """For every mesh: its other rank orders, under which an op reads less from other ranks."""
     orders: dict[ProcessMesh, dict[ProcessMesh, None]] = {}
     for op in graph.ops:
