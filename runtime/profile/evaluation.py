@@ -159,7 +159,7 @@ def _tables(
 
     The seconds beside products or without computation, if measured, become `busy`; of messages that were too
     large to be measured beside products, the median part of the largest that were. Between machines, `busy`
-    of large messages is that of `_busy_line`.
+    of large messages is that of `_busy_line`, and `times` are bounded by what the link carries.
     """
     Curve = dict[float, float]
     seconds_of: dict[tuple[str, tuple[tuple[int, ...], ...]], tuple[Curve, Curve]] = {}
@@ -174,6 +174,7 @@ def _tables(
         if len(shapes) > 1 or not times:
             continue
         shape = shapes.pop()
+        times = _bound_by_link(times) if shape[0] > 1 else times
         both = sorted(times.keys() & busy.keys())
         points.setdefault(shape, []).extend((times[s], busy[s]) for s in both if _fits_products(s, times[s]))
         sizes = sorted(size for size in times if not both or size in both or size > both[-1])
@@ -186,6 +187,21 @@ def _tables(
         )
     lines = {shape: _busy_line(near) for shape, near in points.items() if shape[0] > 1 and near}
     return [_on_line(table, lines.get((table.machines, table.devices_per_machine))) for table in tables]
+
+
+def _bound_by_link(times: Mapping[float, float]) -> dict[float, float]:
+    """Seconds of messages between machines by size, no fewer a byte than larger messages take (the median).
+
+    Where ranks share a core, the last of them computes while the messages of the others are on their way, so
+    that what a short message adds may be less than the time for which it uses the link. Of messages that
+    follow one another, the link carries one at a time.
+    """
+    sizes = sorted(times)
+    bounded = {}
+    for place, size in enumerate(sizes):
+        per_byte = [times[larger] / larger for larger in sizes[place + 1 :]]
+        bounded[size] = max(times[size], size * statistics.median(per_byte)) if per_byte else times[size]
+    return bounded
 
 
 def _fits_products(nbytes: float, seconds: float) -> bool:
