@@ -190,7 +190,7 @@ def _tables(
 
 
 def _bound_by_link(times: Mapping[float, float]) -> dict[float, float]:
-    """Seconds of messages between machines by size, no fewer a byte than larger messages take (the median).
+    """Seconds of messages between machines by size, no fewer a byte than any larger message takes.
 
     Where ranks share a core, the last of them computes while the messages of the others are on their way, so
     that what a short message adds may be less than the time for which it uses the link. Of messages that
@@ -199,8 +199,8 @@ def _bound_by_link(times: Mapping[float, float]) -> dict[float, float]:
     sizes = sorted(times)
     bounded = {}
     for place, size in enumerate(sizes):
-        per_byte = [times[larger] / larger for larger in sizes[place + 1 :]]
-        bounded[size] = max(times[size], size * statistics.median(per_byte)) if per_byte else times[size]
+        per_byte = min((times[larger] / larger for larger in sizes[place + 1 :]), default=0.0)
+        bounded[size] = max(times[size], size * per_byte)
     return bounded
 
 
