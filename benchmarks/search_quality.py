@@ -48,9 +48,11 @@ from typing import Any
 import yaml
 
 from benchmarks.support.simple_rival import Rival
+from benchmarks.support.small_search_problems import PAIRS, EncoderDecoder, VisionTransformer, images
 from distgraph import nn, optim
 from distgraph.engine.compile.compile_request import CompileRequest
 from distgraph.engine.compile.training_spec import TrainingSpec
+from distgraph.engine.data import Field
 from distgraph.engine.search_driver.run_search import run_search
 from distgraph.engine.search_driver.search_state import SearchState
 from distgraph.errors import InfeasibleError
@@ -72,7 +74,7 @@ from distgraph.resources.schema import check
 
 SETTINGS = Path(__file__).parent / "support" / "data" / "search" / "settings.json"
 FILES = Path(__file__).parent.parent / "resources" / "files"
-_MODELS: Mapping[str, tuple[Any, Any, Mapping[str, Any]]] = {
+_DECODERS: Mapping[str, tuple[Any, Any, Mapping[str, Any]]] = {
     "GPT": (GPT, GPTConfig, GPT_PRESETS),
     "Llama": (Llama, LlamaConfig, LLAMA_PRESETS),
     "GShardMoE": (GShardMoE, MoEConfig, MOE_PRESETS),
@@ -112,15 +114,22 @@ def setting(description: Mapping[str, Any]) -> Setting:
 
 
 def _request(description: Mapping[str, Any]) -> CompileRequest:
-    given = dict(description["model"])
-    model, config_type, presets = _MODELS[given.pop("kind")]
-    preset = given.pop("preset", None)
-    fields = {**({} if preset is None else dataclasses.asdict(presets[preset])), **given}
-    config = config_type(**fields)
+    model, fields = _model(**description["model"])
+    training_spec = TrainingSpec(model, nn.CrossEntropy(), optim.Adam(), {}, Strategy())
+    return CompileRequest(training_spec, "train", description["batch"], fields, {})
+
+
+def _model(kind: str, preset: str | None = None, **given: Any) -> tuple[nn.Module, Mapping[str, Field]]:
+    """A model, and the fields of a sample."""
+    if kind == "VisionTransformer":
+        size = given.pop("image")
+        return VisionTransformer(**given), images(size, given["dtype"])
+    if kind == "EncoderDecoder":
+        return EncoderDecoder(**given), PAIRS
+    model, config_type, presets = _DECODERS[kind]
+    config = config_type(**{**({} if preset is None else dataclasses.asdict(presets[preset])), **given})
     tokens = ((config.sequence,), "i32")
-    training_spec = TrainingSpec(model(config), nn.CrossEntropy(), optim.Adam(), {}, Strategy())
-    inputs = {"batch.0": tokens, "batch.1": tokens}
-    return CompileRequest(training_spec, "train", description["batch"], inputs, {})
+    return model(config), {"batch.0": tokens, "batch.1": tokens}
 
 
 def _cluster(description: Mapping[str, Any]) -> Cluster:
