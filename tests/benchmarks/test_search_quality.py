@@ -43,3 +43,9 @@ def test_a_small_setting_is_compared_with_the_rival() -> None:
     assert rival["forecasts"] > 2
     assert row["best_known"] == min(1.0, rival["step"])
     assert math.isclose(row["behind"], ours["step"] / row["best_known"] - 1)
+
+
+def test_the_summary_tells_the_mean_and_the_worst_of_all_settings() -> None:
+    rows = [{"name": "a", "behind": 0.03}, {"name": "b", "behind": -0.01}, {"name": "c", "behind": None}]
+    assert search_quality.summary(rows) == "2 settings: mean 1.0% behind, at most 3.0% (a); ahead in 1"
+    assert search_quality.summary(rows[2:]) == "1 settings, of none of them a best step is known"
