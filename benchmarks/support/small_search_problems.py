@@ -109,12 +109,14 @@ def _experts(hidden: int, layers: int, experts: int, dtype: str) -> nn.Module:
     return GShardMoE(MoEConfig(hidden=hidden, layers=layers, experts=experts, group=1024, dtype=dtype))
 
 
-def _images(size: int, dtype: str) -> dict[str, Field]:
+def images(size: int, dtype: str) -> dict[str, Field]:
+    """Fields of a sample: an image [3, size, size], and its class."""
     return {"batch.0": ((3, size, size), dtype), "batch.1": ((), "i32")}
 
 
 _TEXT: dict[str, Field] = {"batch.0": _TOKENS, "batch.1": _TOKENS}
-_PAIRS: dict[str, Field] = {**_TEXT, "batch.2": _TOKENS}
+PAIRS: dict[str, Field] = {**_TEXT, "batch.2": _TOKENS}
+"""Fields of a sample: source, target and labels, 512 tokens each."""
 
 
 @dataclass(frozen=True)
@@ -190,25 +192,25 @@ PROBLEMS: Mapping[str, SmallProblem] = {
     "llama_8h": SmallProblem(lambda: _llama(2048, 3), _TEXT, 32, _H100, ((1, 8),)),
     "llama_16a_tight": SmallProblem(lambda: _llama(4096, 4), _TEXT, 32, _A100, ((2, 8),), memory="8 GiB"),
     "llama_16t": SmallProblem(lambda: _llama(2048, 2), _TEXT, 32, _TPU, ((4, 4),), shape=(4, 4)),
-    "t5_8a": SmallProblem(lambda: EncoderDecoder(1024, 16, 2, "bf16"), _PAIRS, 64, _A100, ((1, 8),)),
+    "t5_8a": SmallProblem(lambda: EncoderDecoder(1024, 16, 2, "bf16"), PAIRS, 64, _A100, ((1, 8),)),
     "t5_8v_slow": SmallProblem(
-        lambda: EncoderDecoder(1024, 16, 2, "f16"), _PAIRS, 64, _V100, ((2, 4),), rate="10 Gbit/s"
+        lambda: EncoderDecoder(1024, 16, 2, "f16"), PAIRS, 64, _V100, ((2, 4),), rate="10 Gbit/s"
     ),
     "vit_4h": SmallProblem(
-        lambda: VisionTransformer(1280, 16, 4, "bf16"), _images(224, "bf16"), 128, _H100, ((1, 4),)
+        lambda: VisionTransformer(1280, 16, 4, "bf16"), images(224, "bf16"), 128, _H100, ((1, 4),)
     ),
     "vit_mixed_4a4v": SmallProblem(
-        lambda: VisionTransformer(1024, 16, 3, "f16"), _images(224, "f16"), 96, _MIXED, ((1, 4), (1, 4))
+        lambda: VisionTransformer(1024, 16, 3, "f16"), images(224, "f16"), 96, _MIXED, ((1, 4), (1, 4))
     ),
     "moe_8v": SmallProblem(lambda: _experts(768, 2, 8, "f16"), _TEXT, 32, _V100, ((1, 8),)),
     "moe_64a": SmallProblem(lambda: _experts(1024, 4, 16, "bf16"), _TEXT, 256, _A100, ((8, 8),)),
     "conv_4a_tight": SmallProblem(
         lambda: WideResNet(WideResNetConfig(channels=128, width=4, blocks=(1, 1, 1), image=128)),
-        _images(128, "f32"), 128, _A100, ((1, 4),), memory="6 GiB",
+        images(128, "f32"), 128, _A100, ((1, 4),), memory="6 GiB",
     ),
     "conv_8v": SmallProblem(
         lambda: WideResNet(WideResNetConfig(channels=64, width=2, blocks=(1, 1, 1), image=128)),
-        _images(128, "f32"), 256, _V100, ((2, 4),), rate="25 Gbit/s",
+        images(128, "f32"), 256, _V100, ((2, 4),), rate="25 Gbit/s",
     ),
     "gpt_32h": SmallProblem(lambda: _gpt(2048, 4, "bf16"), _TEXT, 128, _H100, ((4, 8),)),
 }  # fmt: skip
