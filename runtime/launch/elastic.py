@@ -21,7 +21,8 @@ import os
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,6 +47,7 @@ from distgraph.runtime.launch.launch_hosts import launch_on_hosts, remote_shell
 from distgraph.runtime.launch.monitor import Signals
 
 _LOOK_SECONDS: Final = 1.0
+_LONGEST_PAUSE: Final = 30.0  # seconds between two questions to hosts of a new list that do not answer
 _MEMORY: Final = Path("/dev/shm")
 
 
@@ -124,6 +126,9 @@ class _ElasticJob:
     out: TextIO
     errors: TextIO
     _ended: threading.Event = field(default_factory=threading.Event)
+    _absent: dict[str, str] = field(default_factory=dict)  # host of a new list that does not answer -> reason
+    _pause: float = 0.0  # seconds between two questions to them
+    _due: float = 0.0  # when they are asked again
 
     def run(self, configuration: Configuration) -> int:
         """Start ranks until a start ends by itself or there is no way to go on. Returns the exit code."""
@@ -206,12 +211,12 @@ class _ElasticJob:
         gone = [Loss(reason, host=host) for host, reason in silent.items()]
         return [*gone, *(loss for loss in losses if loss.host not in silent)]
 
-    def _silent(self) -> dict[str, str]:
-        """Hosts that cannot be used now -> the reason."""
+    def _silent(self, asked: Iterable[str] | None = None) -> dict[str, str]:
+        """Hosts that cannot be used now -> the reason; of those with slots, or of the `asked` ones."""
         if self.capacity.local:
             return {}
-        names, script = [host.name for host in self.capacity.hosts], str(Path(self.argv[0]).resolve())
-        return silent_hosts(names, script, self.env, remote_shell(self.env))
+        names = [host.name for host in self.capacity.hosts] if asked is None else list(asked)
+        return silent_hosts(names, str(Path(self.argv[0]).resolve()), self.env, remote_shell(self.env))
 
     def _choose(self) -> Configuration:
         """The configuration for the slots that are left. Raises RuntimeFault as `choose`."""
@@ -223,9 +228,8 @@ class _ElasticJob:
         """While ranks run: ask them to stop after a checkpoint when the host list lets more of them run."""
         while not self._ended.wait(_LOOK_SECONDS):
             try:
-                if not self.capacity.read_again():
+                if not self._has_new_hosts():
                     continue
-                self.capacity.lose_hosts(self._silent())
                 configuration = self._choose()
             except RuntimeFault as error:
                 self._note(str(error))
@@ -235,6 +239,26 @@ class _ElasticJob:
                 self._note(
                     f"{configuration.ranks} ranks can run {configuration.text} after the next checkpoint"
                 )
+
+    def _has_new_hosts(self) -> bool:
+        """Whether the host list was written since, or a host of it that did not answer answers now.
+
+        Hosts of a new list that do not answer are asked again, after pauses that double.
+        """
+        if written := self.capacity.read_again():
+            self._absent, self._pause = self._silent(), _LOOK_SECONDS
+            self.capacity.lose_hosts(self._absent)
+            for name, reason in self._absent.items():
+                self._note(f"host {name} of the new host list is asked again until it answers: {reason}")
+        elif not self._absent or time.monotonic() < self._due:
+            return False
+        else:
+            asked, self._absent = self._absent, self._silent(self._absent)
+            self.capacity.regain_hosts(asked.keys() - self._absent.keys())
+            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+            written = len(self._absent) < len(asked)
+        self._due = time.monotonic() + self._pause
+        return written
 
     def _note_without_fit(self, code: int) -> None:
         if not code and ScriptProgram.read(self.folder) is None:

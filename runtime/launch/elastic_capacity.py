@@ -65,6 +65,12 @@ class Capacity:
             for name in names:
                 self._lost[name] = sum(host.slots for host in self._listed if host.name == name)
 
+    def regain_hosts(self, names: Iterable[str]) -> None:
+        """Give all slots of hosts back."""
+        with self._lock:
+            for name in names:
+                self._lost.pop(name, None)
+
     def read_again(self) -> bool:
         """Read the hostfile again if it was written since; then everything in it is there again.
 

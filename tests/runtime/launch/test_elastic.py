@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from campaigns import elastic
@@ -168,6 +169,40 @@ def test_a_host_without_heartbeats_is_lost_without_another_question(
     assert [loss.text for loss in job._losses()] == ["host b has not answered for 3 s"]
     assert asked == []
     assert capacity.hosts == (Host("a", 2), Host("c", 2))
+
+
+def test_a_host_of_a_new_list_that_does_not_answer_yet_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With pauses that double, while only its return changes what can run."""
+    now, answers, asked = [0.0], {"b": "no route to host"}, list[list[str]]()
+
+    def ask(hosts: list[str], *_: object) -> dict[str, str]:
+        asked.append(hosts)
+        return {name: answers[name] for name in hosts if name in answers}
+
+    monkeypatch.setattr("distgraph.runtime.launch.elastic.silent_hosts", ask)
+    monkeypatch.setattr("distgraph.runtime.launch.elastic.time", SimpleNamespace(monotonic=lambda: now[0]))
+    path, out = tmp_path / "hosts", io.StringIO()
+    path.write_text("a slots=2\nb slots=2\n")
+    capacity = Capacity(read_hostfile(path), 4, str(path))
+    capacity.lose_hosts(["b"])
+    with Signals() as signals:
+        job = _ElasticJob(["train.py"], capacity, ElasticOptions(), {}, signals, tmp_path, out, out)
+    assert not job._has_new_hosts()
+    path.write_text("a slots=2\nb slots=2\n# again\n")
+    assert job._has_new_hosts()
+    assert (asked, capacity.ranks) == ([["a", "b"]], 2)
+    assert "host b of the new host list is asked again until it answers: no route to host" in out.getvalue()
+    for second in range(1, 8):  # asked after 1 and 3 seconds, then it answers, after 7
+        now[0] = float(second)
+        if second == 7:
+            answers.clear()
+        assert job._has_new_hosts() == (second == 7)
+    assert (asked[1:], capacity.ranks) == ([["b"]] * 3, 4)
+    now[0] = 100.0
+    assert not job._has_new_hosts()
+    assert len(asked) == 4
 
 
 # Jobs
