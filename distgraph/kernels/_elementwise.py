@@ -124,7 +124,8 @@ class Fused:
         same = all(a.dtype == first.dtype and a.shape == first.shape for a in operands)
         if not same or not (loops or has_cuda(xp)):
             return blocked(formula, xp, operands, out)
-        y = empty(xp, out, first.shape, first.dtype)
+        fits = out is not None and (not loops or out.flags.c_contiguous)  # loops write contiguous vectors
+        y = empty(xp, out if fits else None, first.shape, first.dtype)
         if loops and first.dtype == BFLOAT16:
             self.bfloat16(*(flat(a).view(np.uint16) for a in operands), y.reshape(-1).view(np.uint16))
         elif loops:

@@ -16,7 +16,17 @@ from distgraph.ir.dtypes import itemsize
 from distgraph.ir.graph import SOURCES, Graph, Op
 from distgraph.ir.index_rule import OpLayout, choices, operand_spec, result_spec
 from distgraph.ir.mesh import ProcessMesh
-from distgraph.ir.op_registry import freeze, linear_groups, lookup, operand_windows, rule_of
+from distgraph.ir.op_registry import (
+    freeze,
+    linear_groups,
+    lookup,
+    operand_layout,
+    operand_mesh,
+    operand_windows,
+    result_layout,
+    result_mesh,
+    rule_of,
+)
 from distgraph.ir.sharding_spec import DistAttr
 from distgraph.passes.analysis.layout_change_cost import LayoutNumbers, ValueKind
 from distgraph.passes.analysis.redistribution_cost import TOUCH
@@ -113,19 +123,34 @@ class LayoutSpace:
     def _node(self, op: Op, position: dict[str, int]) -> Node:
         assert op.layout is not None
         pinned = self.graph.attrs[op.name].pinned
-        fixed = op.kind == "reshard" or (op.kind in SOURCES and pinned)
-        chosen = fixed or op.name in self.graph.algorithms  # an algorithm allows few layouts only
-        made = tuple(self.layouts.number(self.graph.attrs[v.name]) for v in op.results) if fixed else ()
-        key = (_signature(op), op.layout, op.role, pinned, chosen, made)
+        fixed = self._fixed(op, pinned)
+        chosen = fixed is not None or op.name in self.graph.algorithms  # an algorithm allows few layouts only
+        key = (_signature(op), op.layout, op.role, pinned, chosen, fixed)
         options = self._options_of.get(key)
         if options is None:
             allowed = (op.layout,) if chosen else self._allowed(op, op.layout)
-            numbers = ((made,), (made * len(op.operands),)) if fixed else self._numbers(op, allowed)
+            numbers = self._numbers(op, allowed) if fixed is None else ((fixed[0],), (fixed[1],))
             options = self._options_of[key] = Options(len(self._options_of), allowed, *numbers)
         shapes = tuple(v.shape for v in op.operands)
         operands = tuple(position[v.name] for v in op.operands)
         results = tuple(position[v.name] for v in op.results)
         return Node(op.name, options, operands, results, kind=(op.kind, shapes))
+
+    def _fixed(self, op: Op, pinned: bool) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """Indices of the layouts in which an op produces and reads values, if its index rule does not tell.
+
+        That is so for a reshard, a source with an annotation, and a loop, whose body decides.
+        """
+        number = self.layouts.number
+        if op.kind == "reshard" or (op.kind in SOURCES and pinned):
+            made = tuple(number(self.graph.attrs[value.name]) for value in op.results)
+            return made, made * len(op.operands)
+        if lookup(op.kind).boundary is None:
+            return None
+        begins = ((result_mesh(op, i), result_layout(op, i)) for i in range(len(op.results)))
+        ends = ((operand_mesh(op, i), operand_layout(op, i)) for i in range(len(op.operands)))
+        made, read = (tuple(number(DistAttr(*pair)) for pair in pairs) for pairs in (begins, ends))
+        return made, read
 
     def _numbers(self, op: Op, allowed: tuple[OpLayout, ...]) -> tuple[Layouts, Layouts]:
         """For every option, indices of the layouts in which an op produces and reads values."""

@@ -104,3 +104,22 @@ def test_refined_completions_send_no_more_and_compute_in_no_fewer_parts(seed: in
     assert sent(chosen) <= sent(first)
     assert operations(chosen) <= 1.01 * operations(first)
     assert all(chosen.attrs[name] == attr for name, attr in serial.attrs.items())
+
+
+def test_a_loop_reads_and_leaves_values_in_the_layouts_of_its_body() -> None:
+    """A search that takes them for replicated gathers the split carries around the loop."""
+
+    def products(a: Any, up: Any, down: Any, z: Any) -> Any:
+        carry, turns = ops.scan(lambda c, x: (ops.tanh(c + x), c), z, ops.stack([z, z]))
+        return a @ up @ down, carry, ops.exp(turns)
+
+    mesh = ProcessMesh.grid(x=4)
+    shapes = ((8, 24), (24, 96), (96, 24), (4096, 24))
+    dims = (["x", None], [None, "x"], None, ["x", None])
+
+    def annotated(*arrays: Any) -> Any:
+        pairs = zip(arrays, dims, strict=True)
+        return products(*(each if axes is None else shard_tensor(each, mesh, axes) for each, axes in pairs))
+
+    graph = trace(annotated, *((shape, "f32") for shape in shapes))
+    assert sent(choose_completion(graph)) <= sent(choose_completion(graph, search=False)) <= 1728

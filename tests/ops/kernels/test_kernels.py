@@ -8,6 +8,7 @@ import sys
 import tracemalloc
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -203,6 +204,15 @@ def test_sums_and_products_of_bfloat16_are_those_of_ml_dtypes(name: str, second:
     assert run(x, y, out=x) is x
     np.testing.assert_array_equal(x, want)
     assert _elementwise.ufunc_of(np, name, [x.dtype, np.dtype(np.float32)]) is ufunc
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_an_activation_writes_a_result_whose_rows_are_apart(rng: np.random.Generator, dtype: Any) -> None:
+    x, wider = rng.normal(size=(512, 64)).astype(dtype), np.zeros((512, 200), dtype)
+    result = wider[:, :64]
+    assert activation.relu_grad(np, x, x, out=result) is result
+    assert np.array_equal(result, np.where(x > 0, x, 0))
+    assert not wider[:, 64:].any()
 
 
 @pytest.mark.parametrize("kernel", [activation.gelu, activation.silu, activation.silu_grad])
