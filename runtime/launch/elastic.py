@@ -211,12 +211,12 @@ class _ElasticJob:
         gone = [Loss(reason, host=host) for host, reason in silent.items()]
         return [*gone, *(loss for loss in losses if loss.host not in silent)]
 
-    def _silent(self, asked: Iterable[str] | None = None) -> dict[str, str]:
-        """Hosts that cannot be used now -> the reason; of those with slots, or of the `asked` ones."""
+    def _silent(self, names: Iterable[str] | None = None) -> dict[str, str]:
+        """Hosts that cannot be used now -> the reason; among those of some names, or among all with slots."""
         if self.capacity.local:
             return {}
-        names = [host.name for host in self.capacity.hosts] if asked is None else list(asked)
-        return silent_hosts(names, str(Path(self.argv[0]).resolve()), self.env, remote_shell(self.env))
+        hosts = [host.name for host in self.capacity.hosts] if names is None else list(names)
+        return silent_hosts(hosts, str(Path(self.argv[0]).resolve()), self.env, remote_shell(self.env))
 
     def _choose(self) -> Configuration:
         """The configuration for the slots that are left. Raises RuntimeFault as `choose`."""
@@ -253,10 +253,10 @@ class _ElasticJob:
         elif not self._absent or time.monotonic() < self._due:
             return False
         else:
-            asked, self._absent = self._absent, self._silent(self._absent)
-            self.capacity.regain_hosts(asked.keys() - self._absent.keys())
+            before, self._absent = self._absent, self._silent(self._absent)
+            self.capacity.regain_hosts(before.keys() - self._absent.keys())
             self._pause = min(2 * self._pause, _LONGEST_PAUSE)
-            written = len(self._absent) < len(asked)
+            written = len(self._absent) < len(before)
         self._due = time.monotonic() + self._pause
         return written
 
