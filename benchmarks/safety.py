@@ -92,29 +92,33 @@ def measure_step(name: str, pairs: int) -> list[float]:
         return engine, batch, workers
 
     engine, batch, workers = prepared()
-    checks = [worker.check for worker in workers]
-    assert None not in checks
+    checks = [(worker.check, dict(worker.arena.examined)) for worker in workers]
+    assert all(check is not None for check, _ in checks)
     losses = [engine.run(batch)["loss"] for _ in range(WARMUP)]
     reference, _, unchecked = prepared()
-    _exchange_checks(unchecked, [None] * len(unchecked))
+    _leave_out_check(unchecked)
     others = [reference.run(batch)["loss"] for _ in range(WARMUP)]
     reference.close()
     if losses != others:
         raise SystemExit(f"{name}: losses {losses} and {others} differ; nothing to compare")
 
     def without() -> None:
-        _exchange_checks(workers, [None] * len(workers))
+        _leave_out_check(workers)
         engine.run(batch)
-        _exchange_checks(workers, checks)
+        for worker, (check, examined) in zip(workers, checks, strict=True):
+            worker.check = check
+            worker.arena.examined.update(examined)
 
     ratios = paired(lambda: engine.run(batch), without, pairs, barrier)
     engine.close()
     return ratios
 
 
-def _exchange_checks(workers: Sequence[Any], checks: Sequence[Any]) -> None:
-    for worker, check in zip(workers, checks, strict=True):
-        worker.check = check
+def _leave_out_check(workers: Sequence[Any]) -> None:
+    """Run the next steps without the check, and without what it examines in reductions."""
+    for worker in workers:
+        worker.check = None
+        worker.arena.examined.update(dict.fromkeys(worker.arena.examined, lambda transport: transport))
 
 
 def _no_checksum(data: object) -> str:

@@ -2,9 +2,10 @@
 
 It runs on every rank after all tasks but the optimize tasks, so parameters and states are not yet changed.
 Of a block that several ranks hold, each of them reads an equal part, so that data parallel training reads a
-gradient once and not once a rank. The sum of squares is finite if all elements are, unless it overflows, in
-which case every element is tested. Then the ranks agree on one verdict, unless all of them hold the same
-gradients and these are so small that a message takes longer than reading them.
+gradient once and not once a rank. What a rank reduces itself for a collective, it reads while the result is
+in the cache, and then not again unless that part is not finite. The sum of squares is finite if all elements
+are, unless it overflows, in which case every element is tested. Then the ranks agree on one verdict, unless
+all of them hold the same gradients and these are so small that a message takes longer than reading them.
 
 Invariant: every rank of a program has the same verdict in the same step.
 """
@@ -12,25 +13,31 @@ Invariant: every rank of a program has the same verdict in the same step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from distgraph.ir.collective_registry import is_collective
+from distgraph.ir.collective_registry import WIRE, is_collective
 from distgraph.ir.dtypes import is_float
 from distgraph.ir.graph import SOURCES
+from distgraph.ir.op_registry import lookup
 from distgraph.ir.sharding_spec import DistAttr
-from distgraph.passes.partition import RankProgram
+from distgraph.passes.partition import LocalOp, RankProgram
 from distgraph.passes.split_tasks import Parts
 from distgraph.runtime.program.compiled_task import Arena
 from distgraph.runtime.program.storage import Storage
 from distgraph.runtime.schedule.task import UPDATES
-from distgraph.runtime.transport.transport import Transport
+from distgraph.runtime.transport.transport import Array, Examine, Group, Request, Transport
 
 _READ_ALONE = 1 << 20
 """Bytes that a rank reads sooner than a message of a few bytes arrives from another machine (some 50 us)."""
+
+_SQUARABLE = ("f32", "f64")
+"""Dtypes of the values that are read as a sum of squares."""
+_EXAMINED = frozenset({"comm.all_reduce", "comm.reduce_scatter"})
+"""Collectives whose result is the reduction itself, as the transport makes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +104,75 @@ def needs_no_message(parts: Parts, values: Mapping[str, str], ranks: Sequence[in
     return same and (len(everyone) == 1 or size <= _READ_ALONE)
 
 
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """What this rank reads of one value.
+
+    Attributes:
+        root: name of the block of memory.
+        block: the elements that this rank holds; as a vector if `squarable`.
+        part: those which it reads for all ranks that hold the same block.
+        squarable: whether they are read as a sum of squares.
+        examiner: of the collective that writes the value; None where nothing is examined.
+    """
+
+    root: str
+    block: Any
+    part: Any
+    squarable: bool
+    examiner: _Examiner | None
+
+    def is_finite(self) -> bool:
+        """Whether this rank's elements are finite, where NumPy holds them.
+
+        What this rank reduced may be another part than `part`: if it is not finite, the rank reads all.
+        """
+        if self.examiner is None or self.examiner.finite is None:
+            return _is_finite(np, self.part, self.squarable)
+        return self.examiner.finite or _is_finite(np, self.block, self.squarable)
+
+
+class _Examiner:
+    """Examines what this rank reduces for one collective.
+
+    Attributes:
+        finite: whether every part so far is finite as a sum of squares; None if it has seen none.
+    """
+
+    def __init__(self) -> None:
+        self.finite: bool | None = None
+
+    def __call__(self, part: Array) -> None:
+        self.finite = self.finite is not False and math.isfinite(np.dot(part, part))
+
+    def transport(self, transport: Transport) -> Transport:
+        """A transport for the collective."""
+        return cast(Transport, _ExaminingTransport(transport, self))
+
+
+class _ExaminingTransport:
+    """A transport that lets a function examine what its reductions make."""
+
+    def __init__(self, transport: Transport, examine: Examine) -> None:
+        self._transport, self._examine = transport, examine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def all_reduce(self, buffer: Array, op: str, group: Group) -> Request:
+        return self._transport.all_reduce(buffer, op, group, examine=self._examine)
+
+    def reduce_scatter(
+        self, send: Array, recv: Array, counts: Sequence[int], op: str, group: Group
+    ) -> Request:
+        return self._transport.reduce_scatter(send, recv, counts, op, group, examine=self._examine)
+
+
 class FiniteCheck:
     """The finite check of one rank, bound to its memory.
+
+    Reductions that write the values are examined: this enters them in `arena.examined`, so the tasks must be
+    compiled afterwards.
 
     Attributes:
         passed: verdict of the last check, the same on every rank.
@@ -111,8 +185,11 @@ class FiniteCheck:
         self.passed = True
         self.nonfinite: dict[str, tuple[int, int]] = {}
         self._blocks: list[tuple[str, Any]] = []  # description, block of this rank
-        # block, what this rank reads of it, whether as a sum of squares
-        self._parts: list[tuple[str, Any, bool]] = []
+        self._readings: list[_Reading] = []
+        # where no message is sent for the verdict, every rank reads all, so it does not examine its part only
+        examined = _examined(guard.values, program, storage) if xp is np and guard.control is not None else {}
+        self._examiners = {collective: _Examiner() for collective in examined.values()}
+        arena.examined.update((name, examiner.transport) for name, examiner in self._examiners.items())
         for name, label in guard.values.items():
             if name in program.types and name in storage.slots:
                 root = storage.slots[name].root
@@ -120,12 +197,22 @@ class FiniteCheck:
                 if (part := storage.parts.get(name)) is not None:
                     block = block.reshape(program.types[part.whole][0])[part.where]
                 self._blocks.append((label, block))
-                flat = _squarable(block)
-                whole = block.size == math.prod(program.types[name][0])  # the block has no other values
-                if flat is not None and whole and guard.control is not None:
-                    number, copies = _share(program.graph.attrs[name], program.rank)
-                    flat = flat[flat.size * number // copies : flat.size * (number + 1) // copies]
-                self._parts.append((root, block, False) if flat is None else (root, flat, True))
+                examiner = self._examiners.get(examined.get(name, ""))
+                self._readings.append(self._reading(name, root, block, program, examiner))
+
+    def _reading(
+        self, name: str, root: str, block: Any, program: RankProgram, examiner: _Examiner | None
+    ) -> _Reading:
+        """What this rank reads of a value, whose block it holds."""
+        flat = _squarable(block)
+        if flat is None:
+            return _Reading(root, block, block, False, examiner)
+        part = flat
+        whole = block.size == math.prod(program.types[name][0])  # the block has no other values
+        if whole and self.guard.control is not None:
+            number, copies = _share(program.graph.attrs[name], program.rank)
+            part = flat[flat.size * number // copies : flat.size * (number + 1) // copies]
+        return _Reading(root, flat, part, True, examiner)
 
     def local_verdict(self, wait_for: Callable[[str], None]) -> Any:
         """Whether what this rank reads seems finite, as a number on the device; no host waits for it.
@@ -136,13 +223,16 @@ class FiniteCheck:
         verdict: Any = True if self._xp is np else self._xp.ones((), bool)
         if self._xp is np:
             with np.errstate(over="ignore", invalid="ignore"):  # overflow is expected and handled
-                for root, part, squarable in self._parts:
-                    wait_for(root)
-                    verdict = verdict and _is_finite(np, part, squarable)
+                for reading in self._readings:
+                    wait_for(reading.root)
+                    verdict = verdict and reading.is_finite()
+            for examiner in self._examiners.values():
+                examiner.finite = None
             return verdict
-        for root, part, squarable in self._parts:
-            wait_for(root)
-            if squarable:
+        for reading in self._readings:
+            wait_for(reading.root)
+            part = reading.part
+            if reading.squarable:
                 verdict = self._xp.isfinite(self._xp.dot(part, part)) & verdict
             else:
                 verdict = self._xp.isfinite(part).all() & verdict
@@ -151,7 +241,7 @@ class FiniteCheck:
     def agree(self, finite: bool) -> bool:
         """Agree with the other ranks. Returns whether all values are finite on all ranks."""
         if not finite and self._xp is not np:  # a sum of squares may overflow
-            finite = all(bool(self._xp.isfinite(part).all()) for _, part, _ in self._parts)
+            finite = all(bool(self._xp.isfinite(reading.part).all()) for reading in self._readings)
         self.passed, self.nonfinite = self._verdict_of_all(finite), {}
         if not self.passed:
             for label, block in self._blocks:
@@ -167,6 +257,30 @@ class FiniteCheck:
         verdict = np.array([0.0 if finite else 1.0], "f4")
         control.all_reduce(verdict, "max", self.guard.ranks).wait()
         return bool(verdict[0] == 0.0)
+
+
+def _examined(values: Iterable[str], program: RankProgram, storage: Storage) -> dict[str, str]:
+    """The f32 and f64 values that are results of reductions, or views of them -> the collective."""
+    makers, started_by = program.makers(), storage.started_by(program)
+    collectives = {}
+    for value in values:
+        source = value
+        while source not in started_by and source in makers and _is_view(source, makers[source], storage):
+            root = storage.slots[source].root
+            source = next(v.name for v in makers[source].op.operands if storage.slots[v.name].root == root)
+        local = makers[started_by[source]] if source in started_by else None
+        if local is None or local.mode not in _EXAMINED or WIRE in local.op.attrs:
+            continue
+        if program.types[value][1] in _SQUARABLE:
+            collectives[value] = local.op.name
+    return collectives
+
+
+def _is_view(value: str, local: LocalOp, storage: Storage) -> bool:
+    """Whether the op of a value leaves it in the memory of an operand, whose elements it does not change."""
+    if storage.slots[value].kind != "view":
+        return False
+    return local.mode == "accumulate" or (local.mode == "compute" and bool(lookup(local.op.kind).view))
 
 
 def all_finite(xp: Any, block: Any) -> bool:

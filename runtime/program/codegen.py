@@ -44,7 +44,7 @@ class Writer:
         self.transport = transport
         self.makers = program.makers()
         self.bound: dict[str, Any] = {"comm": transport, "xp": xp, "copyto": xp.copyto}
-        self.bound |= {"feeds": arena.feeds, "pending": arena.pending}
+        self.bound |= {"feeds": arena.feeds, "pending": arena.pending, "examined": arena.examined}
         self.bindings: dict[tuple[str, int], str] = {}  # (hint, id of the object) -> name
         self.identifiers = Identifiers([*self.bound, "m", "work"])
         self.ready: set[str] = set()
@@ -411,7 +411,7 @@ class Writer:
 
     def comm(self, value: str) -> str:
         """Text of the transport for the messages of a value."""
-        return "comm"
+        return f"examined[{literal(value)}](comm)" if value in self.arena.examined else "comm"
 
     def arrived(self, value: str, condition: str = "") -> None:
         """Called when the result of a collective or a message can be read. Here it writes nothing.

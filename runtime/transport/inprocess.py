@@ -23,6 +23,7 @@ from typing import Any
 from distgraph.errors import RuntimeFault
 from distgraph.runtime.transport.transport import (
     Array,
+    Examine,
     Group,
     Order,
     Request,
@@ -193,7 +194,7 @@ class InProcessTransport:
     def size(self) -> int:
         return self._world.size
 
-    def all_reduce(self, buffer: Array, op: str, group: Group) -> Request:
+    def all_reduce(self, buffer: Array, op: str, group: Group, examine: Examine | None = None) -> Request:
         check_reduction(op, buffer.dtype, "all_reduce")
         mine = flat(buffer, "all_reduce")
 
@@ -218,7 +219,13 @@ class InProcessTransport:
         return self._start("all_gather", group, (tuple(counts), recv.dtype), pair, work)
 
     def reduce_scatter(
-        self, send: Array, recv: Array, counts: Sequence[int], op: str, group: Group
+        self,
+        send: Array,
+        recv: Array,
+        counts: Sequence[int],
+        op: str,
+        group: Group,
+        examine: Examine | None = None,
     ) -> Request:
         check_reduction(op, send.dtype, "reduce_scatter")
         check_counts("reduce_scatter", send.size, counts, group)
