@@ -92,8 +92,8 @@ def measure_step(name: str, pairs: int) -> list[float]:
         return engine, batch, workers
 
     engine, batch, workers = prepared()
-    checks = [(worker.check, dict(worker.arena.examined)) for worker in workers]
-    assert all(check is not None for check, _ in checks)
+    checks = [(w.check, dict(w.arena.examined), dict(w.arena.examine)) for w in workers]
+    assert all(check is not None for check, _, _ in checks)
     losses = [engine.run(batch)["loss"] for _ in range(WARMUP)]
     reference, _, unchecked = prepared()
     _leave_out_check(unchecked)
@@ -105,9 +105,10 @@ def measure_step(name: str, pairs: int) -> list[float]:
     def without() -> None:
         _leave_out_check(workers)
         engine.run(batch)
-        for worker, (check, examined) in zip(workers, checks, strict=True):
+        for worker, (check, examined, examine) in zip(workers, checks, strict=True):
             worker.check = check
             worker.arena.examined.update(examined)
+            worker.arena.examine.update(examine)
 
     ratios = paired(lambda: engine.run(batch), without, pairs, barrier)
     engine.close()
@@ -115,9 +116,10 @@ def measure_step(name: str, pairs: int) -> list[float]:
 
 
 def _leave_out_check(workers: Sequence[Any]) -> None:
-    """Run the next steps without the check, and without what it examines in reductions."""
+    """Run the next steps without the check, and without what it examines in reductions and behind ops."""
     for worker in workers:
         worker.check = None
+        worker.arena.examine.update(dict.fromkeys(worker.arena.examine, lambda: None))
         worker.arena.examined.update(dict.fromkeys(worker.arena.examined, lambda transport: transport))
 
 

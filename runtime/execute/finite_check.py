@@ -2,10 +2,11 @@
 
 It runs on every rank after all tasks but the optimize tasks, so parameters and states are not yet changed.
 Of a block that several ranks hold, each of them reads an equal part, so that data parallel training reads a
-gradient once and not once a rank. What a rank reduces itself for a collective, it reads while the result is
-in the cache, and then not again unless that part is not finite. The sum of squares is finite if all elements
-are, unless it overflows, in which case every element is tested. Then the ranks agree on one verdict, unless
-all of them hold the same gradients and these are so small that a message takes longer than reading them.
+gradient once and not once a rank. What a rank reduces itself for a collective, and the long results of its
+own ops, it reads while they are in the cache, and then not again unless they are not finite. The sum of
+squares is finite if all elements are, unless it overflows, in which case every element is tested. Then the
+ranks agree on one verdict, unless all of them hold the same gradients and these are so small that a message
+takes longer than reading them.
 
 Invariant: every rank of a program has the same verdict in the same step.
 """
@@ -36,6 +37,10 @@ _READ_ALONE = 1 << 20
 
 _SQUARABLE = ("f32", "f64")
 """Dtypes of the values that are read as a sum of squares."""
+_COMPUTED = ("compute", "accumulate", "loop")
+"""Modes of the ops that leave their results complete on this rank."""
+_LONG = 1 << 16
+"""Bytes from which on it pays to read the result of an op at once: memory delivers less in some 5 us."""
 _EXAMINED = frozenset({"comm.all_reduce", "comm.reduce_scatter"})
 """Collectives whose result is the reduction itself, as the transport makes it."""
 
@@ -104,7 +109,7 @@ def needs_no_message(parts: Parts, values: Mapping[str, str], ranks: Sequence[in
     return same and (len(everyone) == 1 or size <= _READ_ALONE)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Reading:
     """What this rank reads of one value.
 
@@ -113,14 +118,20 @@ class _Reading:
         block: the elements that this rank holds; as a vector if `squarable`.
         part: those which it reads for all ranks that hold the same block.
         squarable: whether they are read as a sum of squares.
-        examiner: of the collective that writes the value; None where nothing is examined.
+        examiner: of the collective or the op that writes the value; None where nothing is examined.
     """
 
     root: str
     block: Any
     part: Any
     squarable: bool
-    examiner: _Examiner | None
+    examiner: _Examiner | None = None
+
+    def examine(self) -> None:
+        """Read the part now, as the op that writes the value has just done so."""
+        assert self.examiner is not None
+        with np.errstate(over="ignore", invalid="ignore"):
+            self.examiner(self.part)
 
     def is_finite(self) -> bool:
         """Whether this rank's elements are finite, where NumPy holds them.
@@ -133,7 +144,7 @@ class _Reading:
 
 
 class _Examiner:
-    """Examines what this rank reduces for one collective.
+    """Examines what this rank reduces for one collective, or computes by one op.
 
     Attributes:
         finite: whether every part so far is finite as a sum of squares; None if it has seen none.
@@ -171,8 +182,8 @@ class _ExaminingTransport:
 class FiniteCheck:
     """The finite check of one rank, bound to its memory.
 
-    Reductions that write the values are examined: this enters them in `arena.examined`, so the tasks must be
-    compiled afterwards.
+    What writes the values is entered in `arena.examined` and `arena.examine`, so the tasks must be compiled
+    afterwards.
 
     Attributes:
         passed: verdict of the last check, the same on every rank.
@@ -188,31 +199,36 @@ class FiniteCheck:
         self._readings: list[_Reading] = []
         # where no message is sent for the verdict, every rank reads all, so it does not examine its part only
         examined = _examined(guard.values, program, storage) if xp is np and guard.control is not None else {}
-        self._examiners = {collective: _Examiner() for collective in examined.values()}
-        arena.examined.update((name, examiner.transport) for name, examiner in self._examiners.items())
+        reductions = {collective: _Examiner() for collective in examined.values()}
+        arena.examined.update((name, examiner.transport) for name, examiner in reductions.items())
+        makers = program.makers()
         for name, label in guard.values.items():
-            if name in program.types and name in storage.slots:
-                root = storage.slots[name].root
-                block = arena.fixed[root]
-                if (part := storage.parts.get(name)) is not None:
-                    block = block.reshape(program.types[part.whole][0])[part.where]
-                self._blocks.append((label, block))
-                examiner = self._examiners.get(examined.get(name, ""))
-                self._readings.append(self._reading(name, root, block, program, examiner))
+            if name not in program.types or name not in storage.slots:
+                continue
+            root = storage.slots[name].root
+            block = arena.fixed[root]
+            if (kept := storage.parts.get(name)) is not None:
+                block = block.reshape(program.types[kept.whole][0])[kept.where]
+            self._blocks.append((label, block))
+            flat = _squarable(block)
+            if flat is None:
+                self._readings.append(_Reading(root, block, block, False))
+                continue
+            reading = _Reading(root, flat, self._part(name, flat, program), True)
+            if name in examined:
+                reading.examiner = reductions[examined[name]]
+            elif xp is np and makers[name].mode in _COMPUTED and block.nbytes >= _LONG:
+                reading.examiner = _Examiner()
+                arena.examine[name] = reading.examine
+            self._readings.append(reading)
 
-    def _reading(
-        self, name: str, root: str, block: Any, program: RankProgram, examiner: _Examiner | None
-    ) -> _Reading:
-        """What this rank reads of a value, whose block it holds."""
-        flat = _squarable(block)
-        if flat is None:
-            return _Reading(root, block, block, False, examiner)
-        part = flat
-        whole = block.size == math.prod(program.types[name][0])  # the block has no other values
-        if whole and self.guard.control is not None:
-            number, copies = _share(program.graph.attrs[name], program.rank)
-            part = flat[flat.size * number // copies : flat.size * (number + 1) // copies]
-        return _Reading(root, flat, part, True, examiner)
+    def _part(self, name: str, flat: Any, program: RankProgram) -> Any:
+        """What this rank reads of a value for all ranks that hold the same block."""
+        whole = flat.size == math.prod(program.types[name][0])  # the block has no other values
+        if not whole or self.guard.control is None:
+            return flat
+        number, copies = _share(program.graph.attrs[name], program.rank)
+        return flat[flat.size * number // copies : flat.size * (number + 1) // copies]
 
     def local_verdict(self, wait_for: Callable[[str], None]) -> Any:
         """Whether what this rank reads seems finite, as a number on the device; no host waits for it.
@@ -226,8 +242,9 @@ class FiniteCheck:
                 for reading in self._readings:
                     wait_for(reading.root)
                     verdict = verdict and reading.is_finite()
-            for examiner in self._examiners.values():
-                examiner.finite = None
+            for reading in self._readings:
+                if reading.examiner is not None:
+                    reading.examiner.finite = None
             return verdict
         for reading in self._readings:
             wait_for(reading.root)

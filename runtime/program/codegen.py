@@ -3,7 +3,6 @@
     def backward_s0_last(m):                         # mesh(dp=2, tp=2) rank 3
         einsum_12(x_3, g_9, out=dw_14)               # %14 : f32[128, 256] partial(dp)       mlp.py:31
         work_14 = all_reduce_start(comm, dw_14, group_dp, 'sum', dw_14)
-        ...
         work_14.wait()
 
 `CompiledTask.source` holds the source, so that it can be read, dumped and debugged.
@@ -44,15 +43,15 @@ class Writer:
         self.transport = transport
         self.makers = program.makers()
         self.bound: dict[str, Any] = {"comm": transport, "xp": xp, "copyto": xp.copyto}
-        self.bound |= {"feeds": arena.feeds, "pending": arena.pending, "examined": arena.examined}
+        self.bound |= {"feeds": arena.feeds, "pending": arena.pending}
+        self.bound |= {"examined": arena.examined, "examine": arena.examine}
         self.bindings: dict[tuple[str, int], str] = {}  # (hint, id of the object) -> name
         self.identifiers = Identifiers([*self.bound, "m", "work"])
         self.ready: set[str] = set()
         self.foreign: dict[str, list[str]] = {}
         self.lines: list[str] = []
         self.called: list[str] = []  # texts of further functions of the task, which its lines call
-        self.micro = program.graph.micro_batches
-        self.task = ""
+        self.micro, self.task = program.graph.micro_batches, ""
         self.together: list[Call] = []  # ops to be run by one call, which is not written yet
 
     def name(self, value: str) -> str:
@@ -185,6 +184,9 @@ class Writer:
             self.local_move(local)
         else:
             self.collective(local)
+        for value in op.results if last and not is_started(local) else ():
+            if value.name in self.arena.examine:
+                self.line(f"examine[{literal(value.name)}]()")
 
     def compute(self, local: LocalOp) -> None:
         op, declared = local.op, lookup(local.op.kind)
@@ -319,11 +321,10 @@ class Writer:
         start = self.bind(f"{function}_start", collectives.CALLS[function])
         call = ", ".join((self.comm(op.result.name), source, *arguments))
         self.line(f"{self.work(op.result.name)} = {start}({call})", op)
-        if in_place:
+        if in_place and source in self.bound:
+            self.bound[target] = self.bound[source]
+        elif in_place:
             self.line(f"{target} = {source}")
-            if source in self.bound:
-                self.lines.pop()
-                self.bound[target] = self.bound[source]
 
     def fused(self, local: LocalOp) -> None:
         """Start a collective of several tensors in the block of its results."""
@@ -494,7 +495,6 @@ class Writer:
             if local.mode == "recv" and local.attrs["recvs"]:
                 name, recvs = local.op.result.name, self.bind("recvs", local.attrs["recvs"])
                 target = self.target(name)
-                comm = self.comm(name)
-                call = f"{start}({comm}, None, (), {recvs}, {target}, {self.tag(local.attrs)})"
+                call = f"{start}({self.comm(name)}, None, (), {recvs}, {target}, {self.tag(local.attrs)})"
                 self.line(f"pending[{literal(name)}, m] = {call}")
         return self.lines or ["    pass"]

@@ -46,6 +46,7 @@ class Arena:
         loops: name of a loop -> (micro-batch, operands, results) -> None, which runs it.
         examined: name of a reduction -> the transport for it, made of that of the rank: it also examines the
             result while it reduces.
+        examine: value that an op leaves complete on this rank -> a function that examines it then.
     """
 
     fixed: dict[str, Any]
@@ -56,3 +57,4 @@ class Arena:
     fused: dict[str, Any] = field(default_factory=dict)
     loops: dict[str, Callable[[int, Sequence[Any], Sequence[Any]], None]] = field(default_factory=dict)
     examined: dict[str, Callable[[Transport], Transport]] = field(default_factory=dict)
+    examine: dict[str, Callable[[], None]] = field(default_factory=dict)
