@@ -55,12 +55,15 @@ class Guard:
         control: transport for host arrays over which the ranks agree; None where each of them reads all of
             the same values, and so has the same verdict by itself.
         blocks: whether the update is omitted when the check fails.
+        mixed: whether the ranks have devices of several types. Then reductions are not examined, because not
+            all members of a group would do it, and the others read parts of another division.
     """
 
     values: Mapping[str, str]
     ranks: tuple[int, ...]
     control: Transport | None
     blocks: bool
+    mixed: bool = False
 
 
 def checked_values(parts: Parts) -> dict[str, str]:
@@ -198,7 +201,8 @@ class FiniteCheck:
         self._blocks: list[tuple[str, Any]] = []  # description, block of this rank
         self._readings: list[_Reading] = []
         # where no message is sent for the verdict, every rank reads all, so it does not examine its part only
-        examined = _examined(guard.values, program, storage) if xp is np and guard.control is not None else {}
+        shared = xp is np and guard.control is not None and not guard.mixed
+        examined = _examined(guard.values, program, storage) if shared else {}
         reductions = {collective: _Examiner() for collective in examined.values()}
         arena.examined.update((name, examiner.transport) for name, examiner in reductions.items())
         makers = program.makers()
