@@ -25,7 +25,7 @@ from distgraph.ir.dtypes import is_float
 from distgraph.ir.graph import SOURCES
 from distgraph.ir.op_registry import lookup
 from distgraph.ir.sharding_spec import DistAttr
-from distgraph.passes.partition import LocalOp, RankProgram
+from distgraph.passes.partition import RankProgram
 from distgraph.passes.split_tasks import Parts
 from distgraph.runtime.program.compiled_task import Arena
 from distgraph.runtime.program.storage import Storage
@@ -202,7 +202,7 @@ class FiniteCheck:
         self._readings: list[_Reading] = []
         # where no message is sent for the verdict, every rank reads all, so it does not examine its part only
         shared = xp is np and guard.control is not None and not guard.mixed
-        examined = _examined(guard.values, program, storage) if shared else {}
+        examined = _examined(guard.values, program) if shared else {}
         reductions = {collective: _Examiner() for collective in examined.values()}
         arena.examined.update((name, examiner.transport) for name, examiner in reductions.items())
         makers = program.makers()
@@ -280,28 +280,19 @@ class FiniteCheck:
         return bool(verdict[0] == 0.0)
 
 
-def _examined(values: Iterable[str], program: RankProgram, storage: Storage) -> dict[str, str]:
-    """The f32 and f64 values that are results of reductions, or views of them -> the collective."""
-    makers, started_by = program.makers(), storage.started_by(program)
-    collectives = {}
+def _examined(values: Iterable[str], program: RankProgram) -> dict[str, str]:
+    """The f32 and f64 values that are results of reductions, or views of them -> the collective.
+
+    This follows from the graph alone, so that the members of a collective agree on it.
+    """
+    producers, collectives = program.graph.producers, {}
     for value in values:
-        source = value
-        while source not in started_by and source in makers and _is_view(source, makers[source], storage):
-            root = storage.slots[source].root
-            source = next(v.name for v in makers[source].op.operands if storage.slots[v.name].root == root)
-        local = makers[started_by[source]] if source in started_by else None
-        if local is None or local.mode not in _EXAMINED or WIRE in local.op.attrs:
-            continue
-        if program.types[value][1] in _SQUARABLE:
-            collectives[value] = local.op.name
+        op = producers[value]
+        while lookup(op.kind).view or (op.kind == "accumulate" and program.graph.micro_batches == 1):
+            op = producers[op.operands[0].name]
+        if op.kind in _EXAMINED and WIRE not in op.attrs and op.results[0].dtype in _SQUARABLE:
+            collectives[value] = op.name
     return collectives
-
-
-def _is_view(value: str, local: LocalOp, storage: Storage) -> bool:
-    """Whether the op of a value leaves it in the memory of an operand, whose elements it does not change."""
-    if storage.slots[value].kind != "view":
-        return False
-    return local.mode == "accumulate" or (local.mode == "compute" and bool(lookup(local.op.kind).view))
 
 
 def all_finite(xp: Any, block: Any) -> bool:
