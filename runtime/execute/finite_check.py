@@ -22,7 +22,7 @@ import numpy as np
 
 from distgraph.ir.collective_registry import WIRE, is_collective
 from distgraph.ir.dtypes import is_float
-from distgraph.ir.graph import SOURCES
+from distgraph.ir.graph import SOURCES, Op
 from distgraph.ir.op_registry import lookup
 from distgraph.ir.sharding_spec import DistAttr
 from distgraph.passes.partition import RankProgram
@@ -288,11 +288,18 @@ def _examined(values: Iterable[str], program: RankProgram) -> dict[str, str]:
     producers, collectives = program.graph.producers, {}
     for value in values:
         op = producers[value]
-        while lookup(op.kind).view or (op.kind == "accumulate" and program.graph.micro_batches == 1):
+        while _has_elements_of_operand(op, program.graph.micro_batches):
             op = producers[op.operands[0].name]
         if op.kind in _EXAMINED and WIRE not in op.attrs and op.results[0].dtype in _SQUARABLE:
             collectives[value] = op.name
     return collectives
+
+
+def _has_elements_of_operand(op: Op, micro_batches: int) -> bool:
+    """Whether the result has elements of the operand, and no others."""
+    if op.kind == "accumulate":
+        return micro_batches == 1
+    return bool(lookup(op.kind).view) and not op.kind.startswith("loop.")
 
 
 def all_finite(xp: Any, block: Any) -> bool:
