@@ -1,5 +1,7 @@
-"""Ranks with NumPy beside ranks on a stand-in for CuPy find every gradient that is not finite: what the former
-examine in a reduction and what the latter read are together the whole gradient."""
+"""Ranks with NumPy beside ranks on a stand-in for CuPy find every gradient that is not finite.
+
+What the former examine in a reduction and what the latter read are together the whole gradient.
+"""
 
 from __future__ import annotations
 
