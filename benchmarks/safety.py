@@ -92,7 +92,7 @@ def measure_step(name: str, pairs: int) -> list[float]:
         return engine, batch, workers
 
     engine, batch, workers = prepared()
-    checks = [(w.check, dict(w.arena.examined), dict(w.arena.examine)) for w in workers]
+    checks = [(w.check, dict(w.arena.examining), dict(w.arena.examiners)) for w in workers]
     assert all(check is not None for check, _, _ in checks)
     losses = [engine.run(batch)["loss"] for _ in range(WARMUP)]
     reference, _, unchecked = prepared()
@@ -107,8 +107,8 @@ def measure_step(name: str, pairs: int) -> list[float]:
         engine.run(batch)
         for worker, (check, examined, examine) in zip(workers, checks, strict=True):
             worker.check = check
-            worker.arena.examined.update(examined)
-            worker.arena.examine.update(examine)
+            worker.arena.examining.update(examined)
+            worker.arena.examiners.update(examine)
 
     ratios = paired(lambda: engine.run(batch), without, pairs, barrier)
     engine.close()
@@ -119,8 +119,8 @@ def _leave_out_check(workers: Sequence[Any]) -> None:
     """Run the next steps without the check, and without what it examines in reductions and behind ops."""
     for worker in workers:
         worker.check = None
-        worker.arena.examine.update(dict.fromkeys(worker.arena.examine, lambda: None))
-        worker.arena.examined.update(dict.fromkeys(worker.arena.examined, lambda transport: transport))
+        worker.arena.examiners.update(dict.fromkeys(worker.arena.examiners, lambda: None))
+        worker.arena.examining.update(dict.fromkeys(worker.arena.examining, lambda transport: transport))
 
 
 def _no_checksum(data: object) -> str:

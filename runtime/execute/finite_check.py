@@ -113,8 +113,8 @@ def needs_no_message(parts: Parts, values: Mapping[str, str], ranks: Sequence[in
 
 
 @dataclass(slots=True)
-class _Reading:
-    """What this rank reads of one value.
+class _CheckedBlock:
+    """The block of one value, and what this rank reads of it.
 
     Attributes:
         root: name of the block of memory.
@@ -131,7 +131,7 @@ class _Reading:
     examiner: _Examiner | None = None
 
     def examine(self) -> None:
-        """Read the part now, as the op that writes the value has just done so."""
+        """Read the part; to be called when the op has just written the value."""
         assert self.examiner is not None
         with np.errstate(over="ignore", invalid="ignore"):
             self.examiner(self.part)
@@ -185,7 +185,7 @@ class _ExaminingTransport:
 class FiniteCheck:
     """The finite check of one rank, bound to its memory.
 
-    What writes the values is entered in `arena.examined` and `arena.examine`, so the tasks must be compiled
+    It enters in `arena.examining` and `arena.examiners` what writes the values: the tasks must be compiled
     afterwards.
 
     Attributes:
@@ -199,12 +199,12 @@ class FiniteCheck:
         self.passed = True
         self.nonfinite: dict[str, tuple[int, int]] = {}
         self._blocks: list[tuple[str, Any]] = []  # description, block of this rank
-        self._readings: list[_Reading] = []
+        self._checked: list[_CheckedBlock] = []
         # where no message is sent for the verdict, every rank reads all, so it does not examine its part only
         shared = xp is np and guard.control is not None and not guard.mixed
         examined = _examined(guard.values, program) if shared else {}
         reductions = {collective: _Examiner() for collective in examined.values()}
-        arena.examined.update((name, examiner.transport) for name, examiner in reductions.items())
+        arena.examining.update((name, examiner.transport) for name, examiner in reductions.items())
         makers = program.makers()
         for name, label in guard.values.items():
             if name not in program.types or name not in storage.slots:
@@ -216,15 +216,15 @@ class FiniteCheck:
             self._blocks.append((label, block))
             flat = _squarable(block)
             if flat is None:
-                self._readings.append(_Reading(root, block, block, False))
+                self._checked.append(_CheckedBlock(root, block, block, False))
                 continue
-            reading = _Reading(root, flat, self._part(name, flat, program), True)
+            checked = _CheckedBlock(root, flat, self._part(name, flat, program), True)
             if name in examined:
-                reading.examiner = reductions[examined[name]]
+                checked.examiner = reductions[examined[name]]
             elif xp is np and makers[name].mode in _COMPUTED and block.nbytes >= _LONG:
-                reading.examiner = _Examiner()
-                arena.examine[name] = reading.examine
-            self._readings.append(reading)
+                checked.examiner = _Examiner()
+                arena.examiners[name] = checked.examine
+            self._checked.append(checked)
 
     def _part(self, name: str, flat: Any, program: RankProgram) -> Any:
         """What this rank reads of a value for all ranks that hold the same block."""
@@ -243,17 +243,17 @@ class FiniteCheck:
         verdict: Any = True if self._xp is np else self._xp.ones((), bool)
         if self._xp is np:
             with np.errstate(over="ignore", invalid="ignore"):  # overflow is expected and handled
-                for reading in self._readings:
-                    wait_for(reading.root)
-                    verdict = verdict and reading.is_finite()
-            for reading in self._readings:
-                if reading.examiner is not None:
-                    reading.examiner.finite = None
+                for checked in self._checked:
+                    wait_for(checked.root)
+                    verdict = verdict and checked.is_finite()
+            for checked in self._checked:
+                if checked.examiner is not None:
+                    checked.examiner.finite = None
             return verdict
-        for reading in self._readings:
-            wait_for(reading.root)
-            part = reading.part
-            if reading.squarable:
+        for checked in self._checked:
+            wait_for(checked.root)
+            part = checked.part
+            if checked.squarable:
                 verdict = self._xp.isfinite(self._xp.dot(part, part)) & verdict
             else:
                 verdict = self._xp.isfinite(part).all() & verdict
@@ -262,7 +262,7 @@ class FiniteCheck:
     def agree(self, finite: bool) -> bool:
         """Agree with the other ranks. Returns whether all values are finite on all ranks."""
         if not finite and self._xp is not np:  # a sum of squares may overflow
-            finite = all(bool(self._xp.isfinite(reading.part).all()) for reading in self._readings)
+            finite = all(bool(self._xp.isfinite(checked.part).all()) for checked in self._checked)
         self.passed, self.nonfinite = self._verdict_of_all(finite), {}
         if not self.passed:
             for label, block in self._blocks:

@@ -44,7 +44,7 @@ class Writer:
         self.makers = program.makers()
         self.bound: dict[str, Any] = {"comm": transport, "xp": xp, "copyto": xp.copyto}
         self.bound |= {"feeds": arena.feeds, "pending": arena.pending}
-        self.bound |= {"examined": arena.examined, "examine": arena.examine}
+        self.bound |= {"examining": arena.examining, "examiners": arena.examiners}
         self.bindings: dict[tuple[str, int], str] = {}  # (hint, id of the object) -> name
         self.identifiers = Identifiers([*self.bound, "m", "work"])
         self.ready: set[str] = set()
@@ -185,8 +185,8 @@ class Writer:
         else:
             self.collective(local)
         for value in op.results if last and not is_started(local) else ():
-            if value.name in self.arena.examine:
-                self.line(f"examine[{literal(value.name)}]()")
+            if value.name in self.arena.examiners:
+                self.line(f"examiners[{literal(value.name)}]()")
 
     def compute(self, local: LocalOp) -> None:
         op, declared = local.op, lookup(local.op.kind)
@@ -412,7 +412,7 @@ class Writer:
 
     def comm(self, value: str) -> str:
         """Text of the transport for the messages of a value."""
-        return f"examined[{literal(value)}](comm)" if value in self.arena.examined else "comm"
+        return f"examining[{literal(value)}](comm)" if value in self.arena.examining else "comm"
 
     def arrived(self, value: str, condition: str = "") -> None:
         """Called when the result of a collective or a message can be read. Here it writes nothing.

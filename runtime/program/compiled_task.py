@@ -44,9 +44,9 @@ class Arena:
         sends: root name -> for each of its buffers the unfinished sends from it.
         fused: name of a collective of several tensors -> the block of memory of its results.
         loops: name of a loop -> (micro-batch, operands, results) -> None, which runs it.
-        examined: name of a reduction -> the transport for it, made of that of the rank: it also examines the
-            result while it reduces.
-        examine: value that an op leaves complete on this rank -> a function that examines it then.
+        examining: name of a reduction -> makes the transport for it, from that of the rank: it also examines
+            the result while it reduces.
+        examiners: value that an op leaves complete on this rank -> a function that examines it then.
     """
 
     fixed: dict[str, Any]
@@ -56,5 +56,5 @@ class Arena:
     sends: dict[str, list[list[collectives.Handle]]]
     fused: dict[str, Any] = field(default_factory=dict)
     loops: dict[str, Callable[[int, Sequence[Any], Sequence[Any]], None]] = field(default_factory=dict)
-    examined: dict[str, Callable[[Transport], Transport]] = field(default_factory=dict)
-    examine: dict[str, Callable[[], None]] = field(default_factory=dict)
+    examining: dict[str, Callable[[Transport], Transport]] = field(default_factory=dict)
+    examiners: dict[str, Callable[[], None]] = field(default_factory=dict)

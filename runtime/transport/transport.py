@@ -113,8 +113,8 @@ class Transport(Protocol):
 
         Args:
             examine: called with each part of the result that this rank reduces itself, while the part is in
-                the cache; the members together reduce all of it. It may be called by another thread, but
-                not after `wait` returned. A transport that does not reduce on this rank never calls it.
+                the cache. It may be called by another thread, but not after `wait` returned. Either the
+                members of the group together call theirs for the whole result, or none of them does.
         """
 
     def all_gather(self, send: Array, recv: Array, counts: Sequence[int], group: Group) -> Request:
