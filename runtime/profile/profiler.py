@@ -322,11 +322,13 @@ class _Profile:
         """Positions of the items to measure, as the first rank chooses them, and `_CLOSE` after every round.
 
         An item whose measurements were disturbed is measured again in later rounds, since what disturbs it
-        mostly lasts for longer than the item.
+        mostly lasts for longer than the item. In every round, items that were never measured come first.
         """
         for round_ in range(_ATTEMPTS * self.request.repeats):
             needed = min(round_ + 1, self.request.repeats)
-            for position, item in enumerate(items):
+            for position, item in sorted(
+                enumerate(items), key=lambda each: each[1].name in self.order.measured
+            ):
                 if self.rounds.get(item.name, 0) < needed and self.has_time(item, round_):
                     yield position
             yield _CLOSE
