@@ -25,6 +25,9 @@ from distgraph.runtime.program.storage import Storage, in_one_block, is_fused, n
 
 __all__ = ["NOTHING", "OpCost", "Work"]
 
+_STRIDED_COPY = "block_slice"
+"""The op that copies as messages are packed: a part of a matrix, which is not in the nearest caches."""
+
 
 class OpCost:
     """Works and seconds of the computations of one rank program.
@@ -172,7 +175,7 @@ class OpCost:
             copied = sum(nbytes(self.program, name) for name in elsewhere)
         if not copied:
             return NOTHING
-        return Work("memory", nbytes=2 * copied, dtype=local.op.results[0].dtype, op="reshape")
+        return Work("memory", nbytes=2 * copied, dtype=local.op.results[0].dtype, op=_STRIDED_COPY)
 
     def _scattered_part(self, name: str) -> int:
         """Bytes of a value that is a part of another one and not contiguous in it, else 0."""
