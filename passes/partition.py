@@ -23,7 +23,7 @@ from distgraph.ir.gc_pause import collector_paused
 from distgraph.ir.graph import SOURCES, Graph, Op
 from distgraph.ir.loops import Loop
 from distgraph.ir.mesh import ProcessMesh
-from distgraph.ir.op_registry import local_attrs, window_bounds
+from distgraph.ir.op_registry import Attrs, local_attrs, local_shapes, lookup, window_bounds
 from distgraph.ir.sharding_spec import DistAttr
 from distgraph.passes.pass_registry import PassContext, register_pass
 from distgraph.passes.redistribution.halo import halo_tiles, inside_window
@@ -149,8 +149,15 @@ def _local_task(parts: Parts, part: Part, rank: int) -> LocalTask:
         elif op.name in parts.loops:
             ops.append(LocalOp(op, "loop", _loop(op, parts.loops[op.name], rank), tail))
         elif op.kind not in SOURCES:
-            ops.append(LocalOp(op, "compute", local_attrs(op, rank), tail))
+            ops.append(LocalOp(op, *_computation(op, rank), tail))
     return LocalTask(part.name, part.kind, part.per_micro, tuple(ops))
+
+
+def _computation(op: Op, rank: int) -> tuple[str, Attrs]:
+    """Mode and attributes of a computation; a result that is a part of the operand becomes a view of it."""
+    attrs, part = local_attrs(op, rank), lookup(op.kind).part
+    where = None if part is None else part(attrs, local_shapes(op, rank)[0][0])
+    return ("compute", attrs) if where is None else ("comm.slice", {"slices": where})
 
 
 def _loop(op: Op, bodies: Mapping[str, Parts], rank: int) -> dict[str, Any]:

@@ -19,7 +19,8 @@ ATTENTION_ALGORITHMS = ("ring",)
 """Names of the algorithms for attention; all others are for matrix products."""
 _TEXT = re.compile(
     r"(?P<name>\w+)"
-    r"(\((slices=(?P<slices>[0-9]{1,9}), block=(?P<block>[0-9]{1,9}))?(, (?=ring))?(ring=(?P<ring>\w+))?\))?"
+    r"(\((slices=(?P<slices>[0-9]{1,9})(, block=(?P<block>[0-9]{1,9}))?)?(, (?=ring))?"
+    r"(ring=(?P<ring>\w+))?\))?"
 )
 
 
@@ -32,8 +33,8 @@ class MatmulAlgorithm:
             attention.
         slices: parts into which "meshslice" cuts the product, so that the communication of one overlaps the
             computation of another. 1 for the others.
-        block: neighbouring rows or columns that stay together when a shard is sliced, such as those of one
-            cache line.
+        block: neighbouring rows or columns that stay together when a shard is sliced; None: as many as the
+            shards allow, since a slice of few long runs is copied faster than one of many short ones.
         ring: mesh axis along which "wang" moves a matrix as a ring; None: that of the matrix that sends more
             bytes. None for the others.
 
@@ -47,14 +48,15 @@ class MatmulAlgorithm:
 
     name: str
     slices: int = 1
-    block: int = 1
+    block: int | None = None
     ring: str | None = None
 
     def __post_init__(self) -> None:
         for field in ("slices", "block"):
-            if getattr(self, field) < 1:
+            number = getattr(self, field)
+            if number is not None and number < 1:
                 raise ShardingError(
-                    f"algorithm {self.name}: {field} is {getattr(self, field)} but must be a number from 1 up"
+                    f"algorithm {self.name}: {field} is {number} but must be a number from 1 up"
                 )
 
     def computes(self, kind: str) -> bool:
@@ -71,8 +73,11 @@ class MatmulAlgorithm:
         return ATTENTION if self.name in ATTENTION_ALGORITHMS else CONTRACTIONS
 
     def __str__(self) -> str:
-        sliced = (self.slices, self.block) != (1, 1)
-        options = [f"slices={self.slices}", f"block={self.block}"] if sliced else []
+        options = []
+        if self.slices != 1 or self.block is not None:
+            options.append(f"slices={self.slices}")
+        if self.block is not None:
+            options.append(f"block={self.block}")
         if self.ring is not None:
             options.append(f"ring={self.ring}")
         return f"{self.name}({', '.join(options)})" if options else self.name
@@ -84,7 +89,11 @@ class MatmulAlgorithm:
         >>> MatmulAlgorithm("wang", ring="rows").options
         ('ring',)
         """
-        given = {"slices": self.slices != 1, "block": self.block != 1, "ring": self.ring is not None}
+        given = {
+            "slices": self.slices != 1,
+            "block": self.block not in (None, 1),
+            "ring": self.ring is not None,
+        }
         return tuple(name for name, changed in given.items() if changed)
 
     @classmethod
@@ -92,9 +101,10 @@ class MatmulAlgorithm:
         """Inverse of `str`. Raises ValueError or ShardingError.
 
         >>> MatmulAlgorithm.parse("wang(ring=rows)")
-        MatmulAlgorithm(name='wang', slices=1, block=1, ring='rows')
+        MatmulAlgorithm(name='wang', slices=1, block=None, ring='rows')
         """
         match = _TEXT.fullmatch(text)
         if match is None:
             raise ValueError(text)
-        return cls(match["name"], int(match["slices"] or 1), int(match["block"] or 1), match["ring"])
+        block = None if match["block"] is None else int(match["block"])
+        return cls(match["name"], int(match["slices"] or 1), block, match["ring"])

@@ -149,14 +149,13 @@ class OpDef:
         view: whether the result aliases the memory of operand 0, and how. "same": its elements in the same
             order. "contiguous": the same order in another shape, which needs a contiguous operand and is a
             copy of any other. "strided": some of its elements, or another order. "": it does not.
+        part: (local attrs, local shape of operand 0) -> the slices of it that the result is, None for others.
         ufunc: name of a NumPy ufunc that is the kernel, so that programs may call it directly.
         cost: matmul, memory, lookup or launch: which cost model applies.
         factors: for cost matmul, the two operands whose index terms give (batch, m, n, k).
-        matmul_dims: (batch, m, n, k) of an op with cost matmul that is more than a product of two operands,
-            and therefore has a measured table of its own.
+        matmul_dims: (batch, m, n, k) of an op with cost matmul of other operands; it has a table of its own.
         patches: for cost matmul, how many elements of windows the kernel multiplies, and contiguous rows.
-        one_hot: whether the op is a product with a matrix of one-hot rows, as a look-up in a table is:
-            completion propagates axes through it as through a matmul.
+        one_hot: whether it is a product with one-hot rows: completion propagates axes as through a matmul.
         anywhere: whether an op without operands has its result on every mesh: each that reads it has a copy.
         traffic: bytes that the op reads and writes, where it is not all of its operands and results.
         every_micro_batch: whether the op runs in every micro-batch even if its operands are the same in all.
@@ -191,6 +190,7 @@ class OpDef:
     decompose: Callable[..., Any] | None = None
     inplace: tuple[int, ...] = ()
     view: View = ""
+    part: Callable[[Attrs, Shape], tuple[slice, ...] | None] | None = None
     ufunc: str = ""
     cost: str = "memory"
     factors: tuple[int, int] = (0, 1)

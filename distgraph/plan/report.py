@@ -186,7 +186,7 @@ def _products_text(plan: Plan) -> str:
     """How many products each distributed algorithm computes, along which ring; slices differ by product."""
     lines = (line for layer in plan.ops for line in layer.ops)
     algorithms = (line.algorithm for line in lines if line.algorithm is not None)
-    counts = Counter(str(replace(each, slices=1, block=1)) for each in algorithms)
+    counts = Counter(str(replace(each, slices=1, block=None)) for each in algorithms)
     return ", ".join(f"{count} by {name}" for name, count in sorted(counts.items())) or "by no algorithm"
 
 

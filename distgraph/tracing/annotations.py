@@ -151,7 +151,7 @@ def shard_op(
     algorithm: str | None = None,
     dataflow: str | None = None,
     slices: int = 1,
-    block: int = 1,
+    block: int | None = None,
     ring: str | None = None,
     counts: Counts | None = None,
     axes: IndexAxes | None = None,
@@ -173,7 +173,8 @@ def shard_op(
             Mesh axes before the last two are of data parallelism: they split the first dim of tensors and
             results before the axis of the dataflow.
         slices: of "meshslice".
-        block: neighbouring rows or columns that stay together when a shard is sliced.
+        block: neighbouring rows or columns that stay together when a shard is sliced. None: as many as the
+            shards allow.
         ring: of "wang": mesh axis along which a matrix goes round as a ring of blocks, in the product and in
             both gradients: the last axis for the input (in OS and RS) or the result (LS), the axis before it
             for the weight (OS and LS) or the result (RS). None: the axis along which more bytes are sent.

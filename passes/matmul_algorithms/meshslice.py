@@ -24,7 +24,7 @@ from typing import Any
 
 from distgraph.ir.graph import Value
 from distgraph.ir.matmul_algorithm import MatmulAlgorithm
-from distgraph.passes.matmul_algorithms.product import Product, check_slices
+from distgraph.passes.matmul_algorithms.product import Product, check_slices, largest_block
 from distgraph.passes.matmul_algorithms.registry import register_matmul_algorithm
 
 
@@ -41,7 +41,8 @@ def meshslice(product: Product, algorithm: MatmulAlgorithm) -> None:
     Raises:
         ShardingError: a shard of the sliced dim does not divide by slices x block.
     """
-    slices, block = algorithm.slices, algorithm.block
+    slices = algorithm.slices
+    block = algorithm.block or largest_block(product, slices)
     check_slices(product, slices, block)
     compute_in_slices(Slices(product, slices, block))
 

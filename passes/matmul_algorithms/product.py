@@ -337,11 +337,27 @@ def _letters(op: Op, algorithm: object) -> Letters:
     return f"{batch}mk", "kn", f"{batch}mn"
 
 
+def largest_block(product: Product, slices: int) -> int:
+    """Neighbouring rows or columns that can stay together in each of some slices; 1 if nothing fits.
+
+    On a mesh whose axes are equally long these are the slices of a shard as a whole, so that each is one run.
+    """
+    length, counts = product.length(product.sliced), _shard_counts(product)
+    if length % math.lcm(*counts):
+        return 1
+    return max(1, math.gcd(*(length // count for count in counts)) // slices)
+
+
+def _shard_counts(product: Product) -> list[int]:
+    """The numbers of ranks that split the sliced dim of A, B or C; 1 where it is whole."""
+    return sorted({product.parts(axes[product.flow.group]) for axes in product.split} | {1})
+
+
 def check_slices(product: Product, slices: int, block: int) -> None:
     """Raise ShardingError unless every shard of the sliced dim divides by slices x block."""
     letter, group = product.sliced, product.flow.group
     length, unit = product.length(letter), slices * block
-    counts = sorted({product.parts(axes[group]) for axes in product.split} | {1})
+    counts = _shard_counts(product)
     parts = math.lcm(*counts)
     if length % parts == 0 and all(length // count % unit == 0 for count in counts):
         return

@@ -25,6 +25,9 @@ from distgraph.runtime.program.storage import Storage, in_one_block, is_fused, n
 
 __all__ = ["NOTHING", "OpCost", "Work"]
 
+_STRIDED_COPY = "block_slice"
+"""The op that copies as messages are packed: a part of a matrix, which is not in the nearest caches."""
+
 
 class OpCost:
     """Works and seconds of the computations of one rank program.
@@ -49,6 +52,7 @@ class OpCost:
         self.kernels = kernels
         self.program, self.storage, self.cost, self.device = program, storage, cost, device
         self._cache = {} if cache is None else cache
+        self._makers = program.makers()
         hardware = cost.cluster.devices[device]
         self._model = (hardware.type, hardware.model, hardware.origin)
 
@@ -141,9 +145,9 @@ class OpCost:
         """Copies that a rank makes for a collective (see `runtime.transport.collectives`).
 
         Pieces along a dim other than the first are packed, as are those of several tensors in one message,
-        and an operand that is still read is not reduced in place. The copy of a view that is not contiguous
-        is not modelled. Devices whose messages are moved by other hardware have no such work, because copies
-        there are fast compared to messages.
+        and an operand that is still read is not reduced in place. A part of another value is copied where it
+        is not contiguous; copies of other such views are not modelled. Devices whose messages are moved by
+        other hardware have no such work, because copies there are fast compared to messages.
         """
         if WIRE in local.op.attrs:  # rounded before, and widened after, on every device
             values = (*local.op.operands, *local.op.results)
@@ -163,13 +167,28 @@ class OpCost:
             if math.prod(shape[: local.attrs[dim]]) > 1:
                 copied += nbytes(self.program, value)
         slots = self.storage.slots
+        if not copied or "operand" not in declared.packed:
+            copied += self._scattered_part(operand)
         if declared.result_memory == "operand":
             pairs = zip(local.op.operands, local.op.results, strict=True)
             elsewhere = (r.name for o, r in pairs if slots[o.name].root != slots[r.name].root)
             copied = sum(nbytes(self.program, name) for name in elsewhere)
         if not copied:
             return NOTHING
-        return Work("memory", nbytes=2 * copied, dtype=local.op.results[0].dtype, op="reshape")
+        return Work("memory", nbytes=2 * copied, dtype=local.op.results[0].dtype, op=_STRIDED_COPY)
+
+    def _scattered_part(self, name: str) -> int:
+        """Bytes of a value that is a part of another one and not contiguous in it, else 0."""
+        maker = self._makers.get(name)
+        if maker is None or maker.mode != "comm.slice" or not self._is_view(maker):
+            return 0
+        whole = self.program.types[maker.op.operands[0].name][0]
+        part = self.program.types[name][0]
+        cut = max(
+            (dim for dim, lengths in enumerate(zip(whole, part, strict=True)) if len(set(lengths)) > 1),
+            default=0,
+        )
+        return nbytes(self.program, name) if math.prod(part[:cut]) > 1 else 0
 
     def _is_view(self, local: LocalOp) -> bool:
         slot = self.storage.slots[local.op.results[0].name]

@@ -76,6 +76,11 @@ class Pattern:
         beside = " beside products" if self.overlapped else ""
         return f"{self.kind}{behind}{beside}/{groups}/{self.nbytes}"
 
+    @property
+    def is_rooted(self) -> bool:
+        """Whether one rank of a group ends without having heard of the others."""
+        return self.kind in COLLECTIVES and "root" in COLLECTIVES[self.kind].parameters
+
 
 def axis_groups(ranks: int) -> tuple[tuple[Group, ...], ...]:
     """Groups along every axis of all meshes of one or two axes over all ranks.
@@ -97,7 +102,7 @@ def axis_groups(ranks: int) -> tuple[tuple[Group, ...], ...]:
 def patterns(
     ranks: int, limit: float = 2.0**28, *, shared: bool = False, machines: Sequence[int] = ()
 ) -> tuple[Pattern, ...]:
-    """All patterns that a profile measures, small messages first.
+    """All patterns that a profile measures, in the order of `coarse_to_fine`.
 
     Collectives that a program can overlap with computation are measured a second time: between machines
     beside products, and inside a machine, where ranks share cores, without computation.
@@ -111,7 +116,7 @@ def patterns(
     work = WORK_SECONDS if shared else 0.0
     groups = axis_groups(ranks)
     chosen = [Pattern(MESSAGE_WORK, ((0, 1),), SIZES[0])]
-    for nbytes in (size for size in SIZES if size <= limit):
+    for nbytes in coarse_to_fine([size for size in SIZES if size <= limit]):
         for kind in KINDS:
             if kind == "send":  # from the first rank to every kind of place: next door and far away
                 pairs = {(members[0][0], members[0][-1]) for members in groups} | {(0, 1)}
@@ -123,6 +128,17 @@ def patterns(
                 if (between and nbytes <= _MOST_OVERLAPPED) or (shared and not between):
                     chosen.append(Pattern(kind, members, nbytes, overlapped=between))
     return tuple(chosen)
+
+
+def coarse_to_fine(sizes: Sequence[int]) -> list[int]:
+    """All sizes: first every other one, from the smallest, which tell how long larger ones take; then the
+    rest, from the largest.
+
+    Example:
+        >>> coarse_to_fine([1, 2, 3, 4, 5, 6, 7])
+        [1, 3, 5, 7, 6, 4, 2]
+    """
+    return [*sizes[::2], *sizes[1::2][::-1]]
 
 
 def _is_awaited_later(kind: str) -> bool:

@@ -36,6 +36,7 @@ _TEXTS: Final = ((20, 5, 1), (12, 56, 264), (24, 72, 216))
 _LONG_TEXT: Final = (1, 1240, 24)
 _IMAGES: Final = ((40, 10, 3), (12, 20, 36), (24, 56, 136))
 """Batches, edges and channels of images."""
+_SLICED_WIDTH: Final = 112  # columns of the products between copies of slices
 _MICRO: Final = 4  # micro-batches of the probes with several
 
 
@@ -66,6 +67,8 @@ def probes() -> tuple[Probe, ...]:
     for rows, width in pairwise(LENGTHS):
         programs.append(Probe(f"selection/{rows}x{width}", partial(_selections, rows, width)))
     programs += [Probe(f"stream/{size}", partial(_streams, size)) for size in STREAM_SIZES]
+    for rows, width in pairwise(LENGTHS):
+        programs.append(Probe(f"slices/{rows}x{width}", partial(_slices, rows, width)))
     return tuple(programs)
 
 
@@ -121,6 +124,25 @@ def _selections(rows: int, width: int) -> Graph:
 
     ids = ((rows,), "i32")
     return trace(program, ((rows, width), "f32"), ids, ids, name="selection")
+
+
+def _slices(rows: int, width: int) -> Graph:
+    """Parts of matrices that are copied out and in, with products between them as in a program.
+
+    Meanwhile the products fill the caches, so that most of what is copied comes from farther away.
+    """
+    cut = {"dim": 1, "slices": 2, "block": width // 4}
+
+    def program(x: Tensor, y: Tensor, *weights: Tensor) -> Any:
+        first = ops.matmul(y, weights[0])
+        part = emit_one("block_slice", x, index=1, **cut)
+        second = ops.matmul(y, weights[1])
+        whole = emit_one("block_expand", part, index=0, **cut)
+        third = ops.matmul(y, weights[2])
+        return emit_one("block_insert", whole, part, index=1, **cut), first, second, third
+
+    matrices = [((rows, width), "f32")] * 2
+    return trace(program, *matrices, *[((width, _SLICED_WIDTH), "f32")] * 3, name="slices")
 
 
 class _LanguageModel(nn.Module):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -36,10 +37,11 @@ from distgraph.runtime.profile import collective_probes
 from distgraph.runtime.profile.discovery import describe_ranks
 from distgraph.runtime.profile.evaluation import evaluate
 from distgraph.runtime.profile.measurements import read_measurements, undisturbed_rounds
+from distgraph.runtime.profile.measuring_order import MeasuringOrder
 from distgraph.runtime.profile.op_probes import PreparedProbe
 from distgraph.runtime.profile.probe_programs import probes
 from distgraph.runtime.profile.processor_use import OtherUse, ProcessorWatch
-from distgraph.runtime.profile.resource_writer import FEWEST_ROUNDS, write_measured
+from distgraph.runtime.profile.resource_writer import write_measured
 from distgraph.runtime.profile.shared_cores import CoreSharing, HostProbe, HostProbes
 from distgraph.runtime.transport.mpi import MpiTransport
 from distgraph.serialization.atomic_files import write_atomically
@@ -48,9 +50,6 @@ from distgraph.serialization.documents import refuse, shown
 _REPEATS: Final = 15
 _SAVE_SECONDS: Final = 1.0
 _ATTEMPTS: Final = 2  # rounds in all, as a multiple of those that are wanted undisturbed
-_LARGE_BYTES: Final = 2**20  # of messages whose measurement takes longer than its start
-_LONG: Final = 0.01
-"""An item that takes a larger part of the time limit is measured after `FEWEST_ROUNDS` of the others."""
 _FORMAT: Final = 9  # of the store
 _CLOSE: Final = -1  # in place of the position of an item: the window of the measurements ends
 _CACHED_BYTES: Final = 32 * 2**20  # a larger program is compiled again for every run
@@ -235,10 +234,17 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """An item to measure. All ranks call `run`, which returns what to add to the store under each key."""
+    """An item to measure. All ranks call `run`, which returns what to add to the store under each key.
+
+    Attributes:
+        name: unique name.
+        run: see above.
+        pattern: the message that is measured; None of all else.
+    """
 
     name: str
     run: Callable[[], dict[str, tuple[dict[str, Any], list[float]]]]
+    pattern: collective_probes.Pattern | None = None
 
 
 class _Profile:
@@ -254,7 +260,7 @@ class _Profile:
         self.request, self.cluster, self.transport, self.store = request, cluster, transport, store
         self.cores, self.host = cores, host
         self.prepared_probes: dict[str, PreparedProbe] = {}
-        self.durations: dict[str, float] = {}
+        self.order = MeasuringOrder(request.seconds, {})
         self.rounds = undisturbed_rounds(store.runs)
         self.pending: list[tuple[str, dict[str, Any], list[float]]] = []
         self.begin = time.monotonic()
@@ -265,15 +271,8 @@ class _Profile:
 
     def run(self) -> None:
         """Measure until every item has its repeats or the time limit is reached."""
-        items = [Item(p.name, partial(self.host_work, p)) for p in self.host]
-        items += [Item(p.name, partial(self.compute, p)) for p in probes()]
-        if self.transport is not None:
-            limit = self.cluster.devices[0].memory / 16  # two buffers of it, a few copies
-            places = [device.machine for device in self.cluster.devices[: self.transport.size]]
-            patterns = collective_probes.patterns(
-                self.transport.size, limit, shared=self.cores.shared, machines=places
-            )
-            items += [Item(pattern.name, partial(self.message, pattern)) for pattern in patterns]
+        items = self.items()
+        self.order = self.ordered(items)
         watch = ProcessorWatch(self.transport)
         with self.bar() as bar:
             task = bar.add_task("profile", total=len(items) * self.request.repeats)
@@ -292,6 +291,29 @@ class _Profile:
                     self.keep(watch.close())
                 self.store.save()
 
+    def items(self) -> list[Item]:
+        """All items, in the order in which a round measures them."""
+        items = [Item(p.name, partial(self.host_work, p)) for p in self.host]
+        items += [Item(p.name, partial(self.compute, p)) for p in probes()]
+        if self.transport is not None:
+            limit = self.cluster.devices[0].memory / 16  # two buffers of it, a few copies
+            places = [device.machine for device in self.cluster.devices[: self.transport.size]]
+            patterns = collective_probes.patterns(
+                self.transport.size, limit, shared=self.cores.shared, machines=places
+            )
+            items += [Item(p.name, partial(self.message, p), p) for p in patterns]
+        return items
+
+    def ordered(self, items: Sequence[Item]) -> MeasuringOrder:
+        """The order of the items, which knows what an earlier run has measured."""
+        order = MeasuringOrder(
+            self.request.seconds, {item.name: item.pattern for item in items if item.pattern is not None}
+        )
+        for key, entry in self.store.runs.items():
+            seconds = statistics.median(run[0] for run in entry["runs"]) if "message" in entry else None
+            order.note(key.partition("|")[2], None, seconds)
+        return order
+
     def completed(self, items: Sequence[Item]) -> int:
         """Number of undisturbed rounds of all items, of those that are wanted."""
         return sum(min(self.rounds.get(item.name, 0), self.request.repeats) for item in items)
@@ -300,11 +322,13 @@ class _Profile:
         """Positions of the items to measure, as the first rank chooses them, and `_CLOSE` after every round.
 
         An item whose measurements were disturbed is measured again in later rounds, since what disturbs it
-        mostly lasts for longer than the item.
+        mostly lasts for longer than the item. In every round, items that were never measured come first.
         """
         for round_ in range(_ATTEMPTS * self.request.repeats):
             needed = min(round_ + 1, self.request.repeats)
-            for position, item in enumerate(items):
+            for position, item in sorted(
+                enumerate(items), key=lambda each: each[1].name in self.order.measured
+            ):
                 if self.rounds.get(item.name, 0) < needed and self.has_time(item, round_):
                     yield position
             yield _CLOSE
@@ -319,25 +343,18 @@ class _Profile:
         return choice if self.transport is None else self.transport.broadcast_object(choice, 0)
 
     def has_time(self, item: Item, round_: int) -> bool:
-        """Whether there is time for an item. Long ones come after some rounds of all others."""
+        """Whether there is time for an item; see `MeasuringOrder`."""
         left = self.request.seconds - (time.monotonic() - self.begin)
-        expected = self.expected_seconds(item.name)
-        is_long = expected > _LONG * self.request.seconds
-        return left > 1.2 * expected and not (is_long and round_ < FEWEST_ROUNDS)
-
-    def expected_seconds(self, name: str) -> float:
-        """Seconds that an item took last; of a message that was not measured, from those of smaller ones."""
-        head, _, size = name.rpartition("/")
-        if name in self.durations or not size.isdigit() or int(size) == 0:
-            return self.durations.get(name, 0.0)
-        growth = 4 if int(size) > _LARGE_BYTES else 1
-        return growth * self.expected_seconds(f"{head}/{int(size) // 4}")
+        return self.order.has_time(item.name, round_, left)
 
     def measure(self, item: Item) -> None:
         begin = time.monotonic()
-        measured = item.run().items()
-        self.pending += [(f"{key}|{item.name}", about, seconds) for key, (about, seconds) in measured]
-        self.durations[item.name] = time.monotonic() - begin
+        measured = item.run()
+        self.pending += [(f"{key}|{item.name}", about, seconds) for key, (about, seconds) in measured.items()]
+        seconds = next(
+            (seconds[0] for _, seconds in measured.values()), None
+        )  # on the first rank, which chooses
+        self.order.note(item.name, time.monotonic() - begin, None if item.pattern is None else seconds)
 
     def keep(self, others: OtherUse | None) -> None:
         """Store what was measured in a window, with what other programs used in it."""
@@ -385,7 +402,8 @@ class _Profile:
         times = self.transport.gather_objects(run_time, 0)
         if times is None:
             return {}
-        return {"": ({"message": asdict(pattern)}, [self.cores.added_seconds(times, pattern.groups)])}
+        added = self.cores.added_seconds(times, pattern.groups, rooted=pattern.is_rooted)
+        return {"": ({"message": asdict(pattern)}, [added])}
 
     def bar(self) -> Progress:
         """Progress bar on the first rank, disabled if it has no terminal."""

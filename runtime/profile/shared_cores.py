@@ -13,7 +13,9 @@ that comes last. The wait of a rank that comes earlier is also one for the other
 the speed of products varies from run to run, and the message is not to blame for it.
 Where a control group limits a rank, runs begin and end when its quota for a period is used up. A rank that
 waits for a message saves quota, and computes with it at full speed afterwards: at another moment, a few
-milliseconds of work would appear to take half or twice as long.
+milliseconds of work would appear to take half or twice as long. Each machine uses its quota up on its own
+then, which takes a period longer now and then. All machines of a group have heard of each other before, so
+that the one for which the collective appears to add least was delayed least behind it, and counts.
 `benchmarks/HISTORY.md` has the measurements behind these rules.
 """
 
@@ -117,7 +119,9 @@ class CoreSharing:
         text = f"{', '.join(shares)} ranks a core" + ", each on one" * self.bound
         return text if len(self.shares) > 1 else ""
 
-    def added_seconds(self, times: Sequence[RunTime], groups: Sequence[Group] = ()) -> float:
+    def added_seconds(
+        self, times: Sequence[RunTime], groups: Sequence[Group] = (), *, rooted: bool = False
+    ) -> float:
         """Seconds that a collective adds to a step, without the computation before it or beside it.
 
         The ranks of a machine compute for as long as their work takes on the cores that they share. A
@@ -126,6 +130,7 @@ class CoreSharing:
         Args:
             times: of every rank.
             groups: of the collective, of which the slowest counts; by default all ranks are one.
+            rooted: whether one rank of a group ends without having heard of the others.
         """
         groups = groups or (tuple(range(len(times))),)
         if any(time.beside for time in times):
@@ -136,10 +141,14 @@ class CoreSharing:
             for machine in set(machines)
         }
         computing = [share * work[machine] for machine, share in zip(machines, self.shares, strict=True)]
-        return max(
-            _MINIMUM,
-            *(max(times[r].seconds for r in group) - max(computing[r] for r in group) for group in groups),
-        )
+
+        def added(ranks: Sequence[int]) -> float:
+            return max(times[r].seconds for r in ranks) - max(computing[r] for r in ranks)
+
+        if not self.period or rooted:
+            return max(_MINIMUM, *map(added, groups))
+        parts = [[[r for r in g if machines[r] == m] for m in {machines[r] for r in g}] for g in groups]
+        return max(_MINIMUM, *(min(map(added, of_group)) for of_group in parts))
 
 
 def _beside_products(groups: Sequence[Sequence[tuple[tuple[float, float], ...]]]) -> float:

@@ -2,7 +2,8 @@
 
 A dim of length n is seen as (n / (slices * block), slices, block); a slice takes one position in the middle.
 So a shard of the dim holds the same share of every slice, and the slice of a sharded tensor is the tensor of
-the slices of its shards (Nam et al., "MeshSlice", 2025, section 3.1.2 and algorithm 2).
+the slices of its shards (Nam et al., "MeshSlice", 2025, section 3.1.2 and algorithm 2). Where a shard has one
+block of each slice, `block_slice` copies nothing: the result is a part of the operand.
 
 If slices * block is the whole dim, a slice is a panel (SUMMA), and the dim may be split between panels. Then
 one rank along the axes stores the panel. `block_slice` is a sum over the panels in which all others are zero,
@@ -99,11 +100,20 @@ def _slice_kernel(
     return part.copy().reshape(shape)
 
 
+def _slice_part(attrs: Attrs, shape: Shape) -> tuple[slice, ...] | None:
+    """Where a slice of one block is in its operand; None of several blocks, and of another rank's panel."""
+    dim, index, block = attrs["dim"], attrs["index"], attrs["block"]
+    if shape[dim] != attrs["slices"] * block or not 0 <= index < attrs["slices"]:
+        return None
+    return (*(slice(None),) * dim, slice(index * block, (index + 1) * block))
+
+
 define(
     "block_slice",
     _slice_rule,
     _slice_kernel,
     linear=((0,),),
+    part=_slice_part,
     traffic=lambda op: 2 * op.result.nbytes,
     localize=_localize,
     root=_root,

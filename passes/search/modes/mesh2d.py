@@ -270,7 +270,7 @@ def layer_algorithms(
         tuning: its slices, and for Wang's algorithm its rings.
         mesh: of two axes, or three with one for data first.
         name: of the algorithm.
-        block: neighbouring rows or columns that stay together when a shard is sliced.
+        block: neighbouring rows or columns that stay together at least when a shard is sliced.
     """
     three = []
     for product in tuning.products:
@@ -278,7 +278,7 @@ def layer_algorithms(
         if tuning.dataflow == "RS":
             count = _slices_of_batch(layer, mesh, count, block)
         axis = None if ring is None else mesh.axes[-2:][ring]
-        three.append(MatmulAlgorithm(name, count, block if count > 1 else 1, axis))
+        three.append(MatmulAlgorithm(name, count, ring=axis))
     forward, backward_data, backward_weight = three
     algorithms = {layer.op: forward}
     for op in _backward(graph, layer):

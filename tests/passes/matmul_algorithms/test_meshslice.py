@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -43,6 +44,32 @@ def test_equals_the_serial_product_and_sends_what_the_dataflow_says(mesh: tuple[
     check(product(*mesh, flow, "collective"))
     for slices, block in SLICED:
         check(product(*mesh, flow, "meshslice", slices, block))
+
+
+@pytest.mark.parametrize("flow", FLOWS)
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("slices", [2, 3])
+def test_blocks_are_as_large_as_the_shards_allow(mesh: tuple[int, int], flow: str, slices: int) -> None:
+    """Without a block, slices consist of runs that are as long as they can be, on any mesh."""
+    case = replace(
+        product(*mesh, flow, "meshslice", slices, 4), algorithm=MatmulAlgorithm("meshslice", slices)
+    )
+    check(case)
+    rewritten = distribute_matmuls(case.completed())
+    cut = [op for op in rewritten.ops if op.kind in ("block_slice", "block_expand", "block_insert")]
+    whole = [op.result if op.kind == "block_expand" else op.operands[0] for op in cut]
+    runs = {
+        value.shape[op.attrs["dim"]] // (slices * op.attrs["block"])
+        for op, value in zip(cut, whole, strict=True)
+    }
+    assert runs == {int(np.lcm(*mesh))}  # of each slice of the whole dim, such as one a rank
+
+
+def test_a_length_that_slices_do_not_divide_is_refused_without_a_block_too() -> None:
+    case = Product(2, 4, "OS", MatmulAlgorithm("meshslice", 5), 48, 48, 48)
+    completed = case.completed()
+    with pytest.raises(ShardingError, match=r"5 slices in blocks of 2 need shards of k that are"):
+        distribute_matmuls(completed)
 
 
 @pytest.mark.parametrize("flow", FLOWS)

@@ -130,7 +130,7 @@ def test_options_of_another_algorithm_are_refused() -> None:
         ),
         (
             MatmulAlgorithm("wang", slices=2),
-            r"wang\(slices=2, .*slices is 2 but wang has .*meshslice",
+            r"wang\(slices=2\): slices is 2 but wang has .*meshslice",
         ),
         (
             MatmulAlgorithm("meshslice", 2, 1, "rows"),

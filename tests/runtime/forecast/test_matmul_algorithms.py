@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from support.programs.matrix_products import FLOWS, Product
 from support.programs.search_cases import cluster
 
 from distgraph.ir.matmul_algorithm import MatmulAlgorithm
+from distgraph.resources import ComputeCost
+from distgraph.resources.host_times import HostTimes
 from distgraph.runtime.forecast import program_structure
 from distgraph.runtime.forecast.forecast import Forecast, forecast
+from distgraph.runtime.forecast.op_cost import OpCost
 from distgraph.runtime.program.build import build
+from distgraph.runtime.program.memory_plan import plan_storage
 
 SIZE = 4096
 
@@ -58,6 +64,31 @@ def test_gathered_slices_of_weights_are_made_where_they_are_used() -> None:
     assert (len(gathers), len(products)) == (8, 4)
     both = [span for span in gathers if span.start < products[0].start + products[0].seconds]
     assert len(both) == 4  # those of the first two slices, in both directions
+
+
+@pytest.mark.parametrize("block", [None, 1])
+def test_a_slice_of_one_block_is_copied_only_to_be_sent(block: int | None) -> None:
+    """A (a slice is some columns) where its all_gather starts; B (some rows) never."""
+    case = Product(2, 2, "OS", MatmulAlgorithm("meshslice", 4, block), 48, 64, 80)
+    built = build(case.completed())
+    program = built.program(0)
+    ordinary = cluster((4,))
+    host = replace(ordinary.devices[0].compute, host=HostTimes(message=1e-6))
+    moving = replace(ordinary, devices=tuple(replace(d, compute=host) for d in ordinary.devices))
+    cost = OpCost(program, plan_storage(program, built.schedule), ComputeCost(moving), 0)
+    forward = [local for local in program.ops if local.op.role == "forward"]
+    sliced = [local for local in forward if local.op.kind == "block_slice"]
+    assert {local.mode for local in sliced} == {"compute" if block else "comm.slice"}
+    item, bytes_of = 8, {"a": 24 * 8, "b": 8 * 40}  # a quarter of a shard of A, [24, 32], and of B, [32, 40]
+    copies = {local.op.name.split(".")[1]: cost.work(local).nbytes for local in sliced}
+    assert copies == {f"{n}{i}": 2 * item * bytes_of[n] if block else 0 for n in "ab" for i in range(4)}
+    gathered = {local.op.name.split(".")[1]: local for local in forward if local.mode == "comm.all_gather"}
+    unpacked = 2 * item * 2 * bytes_of["a"]
+    for name, local in gathered.items():
+        scattered = 0 if block else 2 * item * bytes_of["a"]
+        work = cost.work(local)
+        assert work.nbytes == (unpacked + scattered if name[0] == "a" else 0), name
+        assert work.op == ("block_slice" if name[0] == "a" else ""), name  # whose copies a profile measures
 
 
 @pytest.mark.parametrize(("ring", "corners"), [("rows", 4), ("cols", 8)])

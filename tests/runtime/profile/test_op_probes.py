@@ -103,3 +103,18 @@ def test_an_interrupted_short_op_does_not_count() -> None:
     usual = np.array([2e-5, 3e-3])
     assert medians(np.array([[5e-3, 6e-3], [3e-5, 6e-3]]), usual) == [3e-5, 6e-3]
     assert medians(np.array([[5e-3, 6e-3]]), usual) == [2e-5, 6e-3]
+
+
+@pytest.mark.parametrize(
+    "probe", [p for p in probes() if p.name.startswith("slices/")][:2], ids=lambda p: p.name
+)
+def test_parts_of_matrices_are_copied_between_products(probe: probing.Probe) -> None:
+    """In more than one block, since one block would be a view; the last copy is into the value before it."""
+    timed = PreparedProbe(probe, load_cluster("local"))
+    kinds = [work.op for work in timed.works]
+    assert kinds == ["matmul", "block_slice", "matmul", "block_expand", "matmul", "block_insert"]
+    rows, width = map(int, probe.name.partition("/")[2].split("x"))
+    half = 4 * rows * width // 2
+    copied = {work.op: work.nbytes for work in timed.works if work.op != "matmul"}
+    assert copied == {"block_slice": 2 * half, "block_expand": 3 * half, "block_insert": 2 * half}
+    assert all(seconds > 0 for seconds in timed.run(0.0))

@@ -7,6 +7,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from support.devices.measured_machines import works_of
@@ -21,7 +22,7 @@ from distgraph.runtime.profile.collective_probes import (
     MESSAGE_WORK,
 )
 from distgraph.runtime.profile.evaluation import evaluate
-from distgraph.runtime.profile.op_probes import PreparedProbe
+from distgraph.runtime.profile.op_probes import PreparedProbe, Probe
 from distgraph.runtime.profile.probe_programs import probes
 from distgraph.runtime.profile.processor_use import OtherUse
 from distgraph.runtime.profile.profiler import Request, Store, profile
@@ -202,6 +203,31 @@ def test_disturbed_measurements_are_repeated(tmp_path: Path, monkeypatch: pytest
     entries = Store.open(request).runs.values()
     assert all([use["share"] for use in entry["others"]] == [0.4, 0.0, 0.0] for entry in entries)
     assert "other programs" not in Path(request.output).read_text()
+
+
+def test_what_was_never_measured_comes_before_what_was_disturbed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a profile beside other programs would never reach its last items, however often it is resumed."""
+    fewer(monkeypatch)
+    share_by_others(monkeypatch, 0.4)
+    request = Request(str(tmp_path / "mine.yaml"), seconds=60.0, repeats=1)
+    profile(request)
+    kept = json.loads(request.store_path.read_text())
+    last = next(key for key in kept["runs"] if key.endswith("|stream/786432"))
+    del kept["runs"][last]
+    request.store_path.write_text(json.dumps(kept))
+    measured: list[str] = []
+    real = PreparedProbe.__init__
+
+    def noted(self: PreparedProbe, probe: Probe, *given: Any) -> None:
+        measured.append(probe.name)
+        real(self, probe, *given)
+
+    monkeypatch.setattr(PreparedProbe, "__init__", noted)
+    profile(request)
+    assert measured[0] == "stream/786432"
+    assert len(measured) > 1
 
 
 def test_what_could_not_be_measured_undisturbed_is_stated(

@@ -34,6 +34,22 @@ def test_waiting_for_a_slower_machine_is_not_part_of_a_message() -> None:
     assert cores.added_seconds(inside, [(0, 1), (2, 3)]) == 2.0
 
 
+def test_a_machine_that_uses_up_its_quota_late_is_not_part_of_a_message() -> None:
+    """Behind the last run, rank 1 waits for its next period; without a quota, and as a receiver, it is slow.
+
+    Of two ranks of one machine the slower one counts, since the other one has left it their core.
+    """
+    late = [RunTime(5.0, 2.0), RunTime(8.0, 2.5)]
+    quota = CoreSharing((1.0, 1.0), period=0.01, machines=(0, 1))
+    assert quota.added_seconds(late) == 3.0
+    assert quota.added_seconds(late, rooted=True) == 5.5
+    assert CoreSharing((1.0, 1.0), machines=(0, 1)).added_seconds(late) == 5.5
+    pairs = [*late, RunTime(6.0, 2.0), RunTime(7.0, 2.5)]
+    both = CoreSharing((2.0,) * 4, period=0.01, machines=(0, 0, 2, 2))
+    assert both.added_seconds(pairs) == 7.0 - 4.5
+    assert both.added_seconds(pairs, [(0, 1), (2, 3)]) == 8.0 - 4.5
+
+
 def test_noise_of_products_is_not_part_of_a_message_beside_them() -> None:
     """In each run another rank is late, for whom the other one waits; the message itself takes no time.
 
