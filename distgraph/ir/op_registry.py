@@ -155,8 +155,8 @@ class OpDef:
         matmul_dims: (batch, m, n, k) of an op with cost matmul that is more than a product of two operands,
             and therefore has a measured table of its own.
         patches: for cost matmul, how many elements of windows the kernel multiplies, and contiguous rows.
-        one_hot: whether the op is a product with a matrix of one-hot rows, as a look-up in a table is:
-            completion propagates axes through it as through a matmul.
+        copied: for cost matmul, how many elements the NumPy kernel copies to multiply them, or after it has.
+        one_hot: whether completion propagates axes through the op as through a matmul with one-hot rows.
         anywhere: whether an op without operands has its result on every mesh: each that reads it has a copy.
         traffic: bytes that the op reads and writes, where it is not all of its operands and results.
         every_micro_batch: whether the op runs in every micro-batch even if its operands are the same in all.
@@ -164,10 +164,9 @@ class OpDef:
         bodies: attributes with graphs that the op runs turn by turn, and `boundary`: (op) -> the layouts of
             operands and results that follow from them in place of the rule; see `distgraph.ir.loops`.
         wide: whether the op may have the attribute `WIDE`, which leaves a result of 16-bit operands in f32.
-        workspace: `workspace(*arrays, **attrs)`: temporary bytes that the NumPy kernel allocates in addition
-            to operands and results; it reads only shape, dtype and strides of the arrays. None means that no
-            temporary memory grows with them. With `adds=True` it returns the bytes that `adds` needs, where
-            that is declared. See `distgraph.kernels.workspace`.
+        workspace: `workspace(*arrays, **attrs)`: temporary bytes that the NumPy kernel allocates, by shape,
+            dtype and strides of the arrays; with `adds=True` those of `adds`. None means that no temporary
+            memory grows with the arrays. See `distgraph.kernels.workspace`.
         adds: `adds(xp, *arrays, out=, scale=, fresh=, **attrs)`: writes scale * result into `out` where
             `fresh`, else adds it to `out`; for sums over micro-batches, where that is cheaper.
         direct: `direct(xp, *arrays, out=, **attrs)`: the same as name, operands and `out` of one ufunc call.
@@ -196,6 +195,7 @@ class OpDef:
     factors: tuple[int, int] = (0, 1)
     matmul_dims: Callable[[Op], MatmulDims] | None = None
     patches: Callable[[Op], Patches] | None = None
+    copied: Callable[[Op], int] | None = None
     one_hot: bool = False
     anywhere: bool = False
     traffic: Callable[[Op], int] | None = None

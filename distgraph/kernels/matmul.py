@@ -374,6 +374,14 @@ def einsum_workspace(*operands: Array, spec: str, adds: bool = False) -> int:
     return most
 
 
+@lru_cache(maxsize=4096)
+def copied_elements(spec: str, shapes: tuple[tuple[int, ...], ...]) -> int:
+    """Elements that `einsum` copies on NumPy, of contiguous operands: those that BLAS cannot read or write
+    where they are, and products between two steps."""
+    item = np.dtype(np.float32)
+    return einsum_workspace(*(_shell(shape, item) for shape in shapes), spec=spec) // item.itemsize
+
+
 def _pair_workspace(a: Array, b: Array, plan: _Pair, made: Array) -> int:
     """Bytes that one contraction allocates in addition to its operands and result."""
     nbytes = 0

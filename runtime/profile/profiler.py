@@ -51,7 +51,7 @@ _ATTEMPTS: Final = 2  # rounds in all, as a multiple of those that are wanted un
 _LARGE_BYTES: Final = 2**20  # of messages whose measurement takes longer than its start
 _LONG: Final = 0.01
 """An item that takes a larger part of the time limit is measured after `FEWEST_ROUNDS` of the others."""
-_FORMAT: Final = 9  # of the store
+_FORMAT: Final = 10  # of the store
 _CLOSE: Final = -1  # in place of the position of an item: the window of the measurements ends
 _CACHED_BYTES: Final = 32 * 2**20  # a larger program is compiled again for every run
 _SCRIPT: Final = """from distgraph.runtime.profile.profiler import rank_main

@@ -96,6 +96,14 @@ def test_einsum_allocates_what_it_declares(spec: str) -> None:
     assert most <= matmul.einsum_workspace(*operands, spec=spec) + 8192
 
 
+def test_copied_elements_are_those_that_do_not_merge() -> None:
+    dispatch, tokens = (2, 3, 4, 5), (2, 3, 6)  # g s e c, g s m
+    assert matmul.copied_elements("gsm,gsec->gmec", (tokens, dispatch)) == 0
+    assert matmul.copied_elements("gsec,gsm->egcm", (dispatch, tokens)) == 4 * 2 * 5 * 6  # the product
+    assert matmul.copied_elements("gsm,egcm->gsec", (tokens, (4, 2, 5, 6))) == 4 * 2 * 5 * 6  # an operand
+    assert matmul.copied_elements("ab,bc,cd->ad", ((3, 4), (4, 5), (5, 6))) > 0  # what is between two steps
+
+
 def test_copies_for_blas_keep_the_last_dim_last() -> None:
     x = draw(3, 4, 5, 6)
     for order, rows, shape in (((1, 3, 0, 2), 1, (4, 6, 15)), ((1, 0, 2, 3), 2, (4, 15, 6))):
