@@ -57,6 +57,10 @@ def probes() -> tuple[Probe, ...]:
         programs.append(Probe(f"matmul/{dtype}/small", partial(_products, dtype, small)))
         large = {f"matmul/{dtype}/{_name(s)}": s for s in shapes if s not in small}
         programs += [Probe(name, partial(_products, dtype, [shape])) for name, shape in large.items()]
+    for rows, width in product(LENGTHS[2:], _NARROW):
+        programs.append(Probe(f"rows/{rows}x{width}", partial(_narrow_rows, rows, width)))
+    for shape in _rotated((6, 3, 12), LENGTHS[:3], LENGTHS[:3]):
+        programs.append(Probe(f"contraction/{_name(shape)}", partial(_contractions, *shape)))
     for shape in (*_rotated(*_TEXTS), _LONG_TEXT):
         programs.append(Probe(f"transformer/{_name(shape)}", partial(_transformer, *shape)))
     for batch, edge, channels in _rotated(*_IMAGES):
@@ -73,10 +77,6 @@ def probes() -> tuple[Probe, ...]:
     ]
     for rows, width in pairwise(LENGTHS):
         programs.append(Probe(f"selection/{rows}x{width}", partial(_selections, rows, width)))
-    for rows, width in product(LENGTHS[2:], _NARROW):
-        programs.append(Probe(f"rows/{rows}x{width}", partial(_narrow_rows, rows, width)))
-    for shape in _rotated((6, 3, 12), LENGTHS[:3], LENGTHS[:3]):
-        programs.append(Probe(f"contraction/{_name(shape)}", partial(_contractions, *shape)))
     programs += [Probe(f"stream/{size}", partial(_streams, size)) for size in STREAM_SIZES]
     return tuple(programs)
 
