@@ -76,7 +76,7 @@ OpKind = Annotated[str, AfterValidator(_kind_of_op)]
 AnyDtype = Annotated[str, AfterValidator(_dtype)]
 
 
-@documented("error")
+@documented("error", "copied")
 @dataclass(frozen=True, slots=True)
 class MatmulRate:
     """How much of its peak a device reaches in contractions of one dtype.
@@ -85,11 +85,14 @@ class MatmulRate:
         efficiency: fraction of the peak that large matrices reach.
         half: sizes of m, n and k at which the efficiency falls to one half; 0 where the size does not matter.
         error: relative error of the fit, by name of the number.
+        copied: seconds for an element that is copied to be multiplied, or after it was; None where the
+            device multiplies operands of any order in place.
     """
 
     efficiency: Fraction
     half: Annotated[tuple[Half, ...], Field(min_length=3, max_length=3)]
     error: Mapping[str, Error] = field(default_factory=dict, hash=False)
+    copied: Seconds | None = None
 
 
 @documented(complete=False)

@@ -2,7 +2,8 @@
 
 There are four classes of ops; each includes the time to start the op:
 
-    matmul   launch + max(flops / (peak * e), bytes / (memory bandwidth * memory_efficiency))
+    matmul   launch + copied elements * copied
+             + max(flops / (peak * e), bytes / (memory bandwidth * memory_efficiency))
     memory   launch + bytes / (memory bandwidth * memory_efficiency)
     lookup   launch + bytes / (memory bandwidth * lookup_efficiency)
     launch   launch
@@ -11,8 +12,9 @@ There are four classes of ops; each includes the time to start the op:
 
 A matmul follows a roofline model whose compute roof is lower for small matrices: partly filled tiles at the
 edges waste work, and a short contraction does not hide the filling and draining of the pipeline. In a batch
-every matrix has its own edges, so m, n and k are those of one matrix; the batch only shares the launch. All
-numbers come from `machines[].devices.compute` of the resource file.
+every matrix has its own edges, so m, n and k are those of one matrix; the batch only shares the launch. A
+contraction copies an operand, or its product, where a group of indices that the product takes for one is not
+one in memory. All numbers come from `machines[].devices.compute` of the resource file.
 
 A measured table for the kind of op and the dtype (`ops`) takes precedence: the time is linear in the work
 between its entries, falls to `launch` below the first, and is proportional to the work above the last. An op
@@ -64,6 +66,7 @@ class ComputeCost:
         dims: MatmulDims = (1, 1, 1, 1),
         op: str = "",
         patches: Patches = (0.0, 0.0),
+        copied: float = 0.0,
     ) -> float:
         """Seconds of one op.
 
@@ -76,6 +79,7 @@ class ComputeCost:
             dims: (batch, m, n, k) of a matmul.
             op: kind of the op (see `passes.work`), where a table for it may be used.
             patches: of a convolution.
+            copied: elements that a matmul copies.
 
         Raises:
             ResourceError: an unknown class, or a number that the resource file does not state.
@@ -96,6 +100,9 @@ class ComputeCost:
             return seconds
         moving = nbytes / self._rate(hardware, "lookup" if kind == "lookup" else "memory")
         if kind == "matmul":
+            rate = hardware.compute.matmul.get(dtype)
+            if rate is not None and rate.copied is not None:
+                seconds += copied * rate.copied
             return seconds + max(flops / self.matmul_rate(device, dtype, dims), moving)
         return seconds + moving
 

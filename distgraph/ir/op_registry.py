@@ -122,8 +122,7 @@ class OpDef:
     Attributes:
         name: the kind.
         rule: index rule text, or a function of operand shapes and attrs that returns a bound rule.
-        kernel: `kernel(xp, *arrays, out=None, **attrs)` over NumPy or CuPy; returns an array or a tuple of
-            arrays.
+        kernel: `kernel(xp, *arrays, out=None, **attrs)` over NumPy or CuPy; returns one array or several.
         infer: result shapes and dtypes; by default shapes from the rule and the promoted dtype of the
             operands.
         gradient: gradients of the operands from those of the results; None = not differentiable.
@@ -155,6 +154,7 @@ class OpDef:
         factors: for cost matmul, the two operands whose index terms give (batch, m, n, k).
         matmul_dims: (batch, m, n, k) of an op with cost matmul of other operands; it has a table of its own.
         patches: for cost matmul, how many elements of windows the kernel multiplies, and contiguous rows.
+        copied: for cost matmul, how many elements the NumPy kernel copies to multiply them, or after it has.
         one_hot: whether it is a product with one-hot rows: completion propagates axes as through a matmul.
         anywhere: whether an op without operands has its result on every mesh: each that reads it has a copy.
         traffic: bytes that the op reads and writes, where it is not all of its operands and results.
@@ -163,10 +163,9 @@ class OpDef:
         bodies: attributes with graphs that the op runs turn by turn, and `boundary`: (op) -> the layouts of
             operands and results that follow from them in place of the rule; see `distgraph.ir.loops`.
         wide: whether the op may have the attribute `WIDE`, which leaves a result of 16-bit operands in f32.
-        workspace: `workspace(*arrays, **attrs)`: temporary bytes that the NumPy kernel allocates in addition
-            to operands and results; it reads only shape, dtype and strides of the arrays. None means that no
-            temporary memory grows with them. With `adds=True` it returns the bytes that `adds` needs, where
-            that is declared. See `distgraph.kernels.workspace`.
+        workspace: `workspace(*arrays, **attrs)`: temporary bytes that the NumPy kernel allocates, by shape,
+            dtype and strides of the arrays; with `adds=True` those of `adds`. None means that no temporary
+            memory grows with the arrays. See `distgraph.kernels.workspace`.
         adds: `adds(xp, *arrays, out=, scale=, fresh=, **attrs)`: writes scale * result into `out` where
             `fresh`, else adds it to `out`; for sums over micro-batches, where that is cheaper.
         direct: `direct(xp, *arrays, out=, **attrs)`: the same as name, operands and `out` of one ufunc call.
@@ -196,6 +195,7 @@ class OpDef:
     factors: tuple[int, int] = (0, 1)
     matmul_dims: Callable[[Op], MatmulDims] | None = None
     patches: Callable[[Op], Patches] | None = None
+    copied: Callable[[Op], int] | None = None
     one_hot: bool = False
     anywhere: bool = False
     traffic: Callable[[Op], int] | None = None

@@ -92,12 +92,25 @@ def _one_product(
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """How to contract two operands as one batched matmul; the numbers are dims."""
+    """How to contract two operands as one batched matmul; the numbers are dims.
 
+    Attributes:
+        swapped: whether the second operand is the left one, ``a`` below: the one without the last index of
+            the result, so that the product has this index last, as the result.
+        sum_a, sum_b: dims that only this operand has, summed first.
+        order_a, order_b: dims of the operands in the order of the matmul.
+        rows_a, rows_b: number of dims of the operands that become their rows.
+        shape_a, shape_b, shape: of the matmul.
+        order_out, shape_out: of the result.
+    """
+
+    swapped: bool
     sum_a: tuple[int, ...]
     sum_b: tuple[int, ...]
     order_a: tuple[int, ...]
     order_b: tuple[int, ...]
+    rows_a: int
+    rows_b: int
     shape_a: tuple[int, ...]
     shape_b: tuple[int, ...]
     shape: tuple[int, ...]
@@ -130,6 +143,9 @@ def _parse(spec: str) -> tuple[tuple[Names, ...], Names]:
 def _plan_pair(a: Names, b: Names, out: Names, shape_a: tuple[int, ...], shape_b: tuple[int, ...]) -> _Pair:
     """Sort the indices of a contraction into batch, left, right and summed ones."""
     sizes = dict(zip(a, shape_a, strict=True)) | dict(zip(b, shape_b, strict=True))
+    swapped = bool(out) and out[-1] not in b
+    if swapped:
+        a, b = b, a
     sum_a = tuple(i for i, n in enumerate(a) if n not in b and n not in out)
     sum_b = tuple(i for i, n in enumerate(b) if n not in a and n not in out)
     a = tuple(n for n in a if n in b or n in out)
@@ -145,10 +161,13 @@ def _plan_pair(a: Names, b: Names, out: Names, shape_a: tuple[int, ...], shape_b
     heads = tuple(sizes[n] for n in batch)
     made = batch + left + right
     return _Pair(
+        swapped,
         sum_a,
         sum_b,
         tuple(a.index(n) for n in batch + left + summed),
         tuple(b.index(n) for n in batch + summed + right),
+        len(left),
+        len(summed),
         (*heads, size(left), size(summed)),
         (*heads, size(summed), size(right)),
         (*heads, size(left), size(right)),
@@ -159,21 +178,45 @@ def _plan_pair(a: Names, b: Names, out: Names, shape_a: tuple[int, ...], shape_b
 
 def _contract(xp: Namespace, a: Array, b: Array, plan: _Pair, out: Array | None) -> Array:
     """Run a `_Pair`: into a view of the result where its dims merge, else by a copy."""
+    if plan.swapped:
+        a, b = b, a
     if plan.sum_a:
         a = a.sum(axis=plan.sum_a)
     if plan.sum_b:
         b = b.sum(axis=plan.sum_b)
     dtype = a.dtype if a.dtype == b.dtype else np.result_type(a.dtype, b.dtype)
-    left = blas_ready(a.transpose(plan.order_a).reshape(plan.shape_a))
-    right = blas_ready(b.transpose(plan.order_b).reshape(plan.shape_b))
+    left = _matrices(a, plan.order_a, plan.rows_a, plan.shape_a)
+    right = _matrices(b, plan.order_b, plan.rows_b, plan.shape_b)
     y = empty(xp, out, plan.shape_out, dtype)
     turned = y.transpose(plan.order_out)
-    target = turned.reshape(plan.shape)
-    if xp.may_share_memory(target, y):
+    target = _merged(turned, plan.shape) if xp is np else turned.reshape(plan.shape)
+    if target is not None and (xp is np or xp.may_share_memory(target, y)):
         multiply_into(xp, left, right, target)
     else:
         turned[...] = xp.matmul(left, right).reshape(turned.shape)
     return store(xp, y, out)
+
+
+def _matrices(x: Array, order: tuple[int, ...], rows: int, shape: tuple[int, ...]) -> Array:
+    """``x`` as matrices that BLAS can read: a view, or a copy in which its last dim stays the last where rows
+    or columns end with it.
+
+    Args:
+        order: dims of the batch, of the rows and of the columns.
+        rows: number of dims of the rows.
+        shape: of the result, where the dims of the rows are one, and those of the columns.
+    """
+    if not isinstance(x, np.ndarray):
+        return x.transpose(order).reshape(shape)
+    merged = _merged(x.transpose(order), shape)
+    if merged is not None:
+        return blas_ready(merged)
+    heads, last = len(shape) - 2, x.ndim - 1
+    middle = heads + rows
+    if rows and order[middle - 1] == last:
+        turned = x.transpose(order[:heads] + order[middle:] + order[heads:middle])
+        return turned.reshape((*shape[:-2], shape[-1], shape[-2])).swapaxes(-1, -2)
+    return x.transpose(order).reshape(shape)
 
 
 @lru_cache(maxsize=1024)
@@ -236,8 +279,9 @@ def einsum_direct(
     plan = _plan_pair(*terms, result, *shapes)
     if plan.sum_a or plan.sum_b:
         return None
-    left = _merged(operands[0].transpose(plan.order_a), plan.shape_a)
-    right = _merged(operands[1].transpose(plan.order_b), plan.shape_b)
+    a, b = operands[::-1] if plan.swapped else operands
+    left = _merged(a.transpose(plan.order_a), plan.shape_a)
+    right = _merged(b.transpose(plan.order_b), plan.shape_b)
     return _one_product(xp, left, right, _merged(out.transpose(plan.order_out), plan.shape))
 
 
@@ -255,10 +299,11 @@ def einsum_add(
     shapes = tuple(tuple(o.shape) for o in operands)
     if xp is np and len(operands) == 2 and not _check(spec, terms, shapes):
         plan = _plan_pair(*terms, result, *shapes)
-        target = out.transpose(plan.order_out).reshape(plan.shape)
-        if len(plan.shape) == 2 and not plan.sum_a and not plan.sum_b and np.may_share_memory(target, out):
-            left = blas_ready(operands[0].transpose(plan.order_a).reshape(plan.shape_a))
-            right = blas_ready(operands[1].transpose(plan.order_b).reshape(plan.shape_b))
+        target = _merged(out.transpose(plan.order_out), plan.shape)
+        if len(plan.shape) == 2 and not plan.sum_a and not plan.sum_b and target is not None:
+            a, b = operands[::-1] if plan.swapped else operands
+            left = _matrices(a, plan.order_a, plan.rows_a, plan.shape_a)
+            right = _matrices(b, plan.order_b, plan.rows_b, plan.shape_b)
             if add_product(left, right, scale, 0.0 if fresh else 1.0, target):
                 return out
     y = einsum(xp, *operands, spec=spec, wide=wide)
@@ -329,9 +374,19 @@ def einsum_workspace(*operands: Array, spec: str, adds: bool = False) -> int:
     return most
 
 
+@lru_cache(maxsize=4096)
+def copied_elements(spec: str, shapes: tuple[tuple[int, ...], ...]) -> int:
+    """Elements that `einsum` copies on NumPy, of contiguous operands: those that BLAS cannot read or write
+    where they are, and products between two steps."""
+    item = np.dtype(np.float32)
+    return einsum_workspace(*(_shell(shape, item) for shape in shapes), spec=spec) // item.itemsize
+
+
 def _pair_workspace(a: Array, b: Array, plan: _Pair, made: Array) -> int:
     """Bytes that one contraction allocates in addition to its operands and result."""
     nbytes = 0
+    if plan.swapped:
+        a, b = b, a
     for x, gone, order, shape in (
         (a, plan.sum_a, plan.order_a, plan.shape_a),
         (b, plan.sum_b, plan.order_b, plan.shape_b),

@@ -139,6 +139,7 @@ define(
     adds=kernels.einsum_add,
     direct=kernels.einsum_direct,
     workspace=workspace.einsum_workspace,
+    copied=lambda op: kernels.copied_elements(op.attrs["spec"], tuple(v.shape for v in op.operands)),
     wide=True,
 )
 

@@ -35,6 +35,7 @@ class Work:
         op: kind of the op, with "+=" where it is a kernel that adds to what is there; "" for a copy.
         patches: of a convolution: elements, and rows, of what is copied out of its input to be multiplied, or
             added to its gradient.
+        copied: elements that a contraction copies, as they are not in the order in which they are multiplied.
     """
 
     kind: str
@@ -44,11 +45,12 @@ class Work:
     dims: MatmulDims = (1, 1, 1, 1)
     op: str = ""
     patches: Patches = (0.0, 0.0)
+    copied: float = 0.0
 
     @property
-    def amounts(self) -> tuple[str, float, float, str, MatmulDims, str, Patches]:
+    def amounts(self) -> tuple[str, float, float, str, MatmulDims, str, Patches, float]:
         """What `ComputeCost.time` asks for."""
-        return self.kind, self.flops, self.nbytes, self.dtype, self.dims, self.op, self.patches
+        return self.kind, self.flops, self.nbytes, self.dtype, self.dims, self.op, self.patches, self.copied
 
 
 NOTHING = Work("none")
@@ -78,8 +80,9 @@ def work_of(op: Op, read: Sequence[int], adds: bool = False) -> Work:
         kind = "lookup" if declared.cost == "lookup" else "memory"
         return Work(kind, 0.0, total, dtype, op=op.kind)
     patches = (0.0, 0.0) if declared.patches is None else declared.patches(op)
+    copied = 0.0 if declared.copied is None else declared.copied(op)
     kind = op.kind + "+=" if adds else op.kind
-    return Work("matmul", flops(op), total, dtype, matmul_dims(op), kind, patches)
+    return Work("matmul", flops(op), total, dtype, matmul_dims(op), kind, patches, copied)
 
 
 def local_work(op: Op, rank: int) -> Work:

@@ -16,6 +16,7 @@ from distgraph.errors import RuntimeFault
 from distgraph.ir.dtypes import to_numpy
 from distgraph.ir.gc_pause import collector_paused
 from distgraph.ir.graph import Value
+from distgraph.kernels.subnormal_numbers import FlushedToZero
 from distgraph.passes.partition import RankProgram
 from distgraph.runtime.execute.actor_executor import ActorExecutor
 from distgraph.runtime.execute.buffer_check import BufferCheck, CheckedWriter, check_enabled
@@ -115,6 +116,7 @@ class Worker:
         self.loops = plan_loops(program)
         self._allocate(sources)
         self.updates, self.updating = 0, False
+        self._flushed = FlushedToZero()
         self.check = None if guard is None else FiniteCheck(guard, program, self.storage, self.arena, xp)
         self._buffers: BufferCheck | None = None
         if check_enabled():
@@ -197,11 +199,12 @@ class Worker:
             self._buffers.begin()
         activity = Activity() if self._transport is None else self._transport.activity
         activity.transfers, activity.micro_batches = self._transfers, self.program.graph.micro_batches
-        if recorder is None:
-            outputs = self._step(feeds, recording(activity, _run), _run)
-        else:
-            with recorder.attached(self.tasks.values(), self._transport):
-                outputs = self._step(feeds, recording(activity, recorder.run), recorder.post)
+        with self._flushed:
+            if recorder is None:
+                outputs = self._step(feeds, recording(activity, _run), _run)
+            else:
+                with recorder.attached(self.tasks.values(), self._transport):
+                    outputs = self._step(feeds, recording(activity, recorder.run), recorder.post)
         activity.task = ""
         if self._buffers is not None:
             self._buffers.end()

@@ -172,14 +172,14 @@ def fit_compute(
     for dtype in dict.fromkeys(work.dtype for work, _ in samples):
         products = [s for s in _select(samples, "matmul") if s[0].dtype == dtype and _costs_by_shape(s[0].op)]
         if products:
-            rate, half, starts, wrong = fit_matmul(products, per_byte)
+            rate, half, copied, starts, wrong = fit_matmul(products, per_byte)
             for op, start in starts.items():
                 launches.setdefault(op, {})[dtype] = OpTable(launch=start)
             if dtype not in peak:
                 measured[dtype] = rate
             efficiency = _fraction(rate / peak.get(dtype, rate))
             per_flop[dtype] = 1 / rate
-            rates[dtype] = MatmulRate(efficiency, half, {"efficiency": wrong})
+            rates[dtype] = MatmulRate(efficiency, half, {"efficiency": wrong}, copied)
     ops = {**fit_tables(samples, per_byte, per_flop), **launches}
     compute = Compute(launch, _fraction(1 / (per_byte * bandwidth)), lookup_efficiency, rates, ops, error)
     return ComputeFit(compute, bandwidth, measured)
@@ -220,8 +220,9 @@ def _slope(samples: Sequence[tuple[Work, float]], launch: float) -> tuple[float,
 
 def fit_matmul(
     samples: Sequence[tuple[Work, float]], per_byte: float
-) -> tuple[float, tuple[float, float, float], dict[str, float], float]:
-    """Rate of large matmuls, lengths of m, n and k at which it halves, launch time by op, mean error.
+) -> tuple[float, tuple[float, float, float], float | None, dict[str, float], float]:
+    """Rate of large matmuls, lengths of m, n and k at which it halves, seconds of an element that is copied,
+    launch time by op, mean error.
 
     Args:
         samples: contractions of one dtype.
@@ -229,12 +230,12 @@ def fit_matmul(
     """
     seconds, moving = _seconds(samples), per_byte * _columns(samples, "nbytes")[:, 0]
     ops = list(dict.fromkeys(work.op for work, _ in samples))
-    starting = np.array([[float(work.op == op) for op in ops] for work, _ in samples])
+    starting = np.array([[*(float(work.op == op) for op in ops), work.copied] for work, _ in samples])
     flops = _columns(samples, "flops")[:, 0]
     sizes = np.array([work.dims[1:] for work, _ in samples], float)
     bound = moving < 0.9 * seconds
     bound |= not bound.any()
-    half, per_flop, starts, like = np.zeros(3), 1.0, np.zeros(len(ops)), None
+    half, per_flop, starts, like = np.zeros(3), 1.0, np.zeros(len(ops) + 1), None
     for _ in range(_TURNS):
         for axis in range(3):
             others = [other for other in range(3) if other != axis]
@@ -246,8 +247,9 @@ def fit_matmul(
             half[axis] = min(float(solution[1]) / per_flop, 1e4)
     model = starting @ starts + np.maximum(flops * per_flop * np.prod(1 + half / sizes, axis=1), moving)
     lengths = (float(half[0]), float(half[1]), float(half[2]))
-    launches = dict(zip(ops, map(float, starts), strict=True))
-    return 1 / per_flop, lengths, launches, mean_error(model, seconds)
+    launches = dict(zip(ops, map(float, starts), strict=False))
+    copied = float(starts[-1]) if starting[bound, -1].any() else None
+    return 1 / per_flop, lengths, copied, launches, mean_error(model, seconds)
 
 
 def fit_tables(

@@ -47,6 +47,7 @@ class WorkEntry(Entry):
     dims: Annotated[list[Amount], Field(min_length=4, max_length=4)]
     op: str
     patches: Annotated[list[Amount], Field(min_length=2, max_length=2)]
+    copied: Amount
 
 
 class MessageEntry(Entry):

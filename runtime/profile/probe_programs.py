@@ -37,6 +37,14 @@ _LONG_TEXT: Final = (1, 1240, 24)
 _IMAGES: Final = ((40, 10, 3), (12, 20, 36), (24, 56, 136))
 """Batches, edges and channels of images."""
 _SLICED_WIDTH: Final = 112  # columns of the products between copies of slices
+_NARROW: Final = (3, 6, 24)  # lengths of many rows
+_GROUPS: Final = (
+    "bxyk,bkn->xbyn",  # the product is copied
+    "xbyk,bkn->bxyn",  # the left operand is
+    "bmk,xbyk->bmxy",  # the right one, whose last dim is summed
+    "bmxy,xbyk->bmk",  # the right one, of which two dims are summed
+)
+"""Contractions in which the dims x and y count as one, but have b between them in an operand or result."""
 _MICRO: Final = 4  # micro-batches of the probes with several
 
 
@@ -50,6 +58,10 @@ def probes() -> tuple[Probe, ...]:
         programs.append(Probe(f"matmul/{dtype}/small", partial(_products, dtype, small)))
         large = {f"matmul/{dtype}/{_name(s)}": s for s in shapes if s not in small}
         programs += [Probe(name, partial(_products, dtype, [shape])) for name, shape in large.items()]
+    for rows, width in product(LENGTHS[2:], _NARROW):
+        programs.append(Probe(f"rows/{rows}x{width}", partial(_narrow_rows, rows, width)))
+    for shape in _rotated((6, 3, 12), LENGTHS[:3], LENGTHS[:3]):
+        programs.append(Probe(f"contraction/{_name(shape)}", partial(_contractions, *shape)))
     for shape in (*_rotated(*_TEXTS), _LONG_TEXT):
         programs.append(Probe(f"transformer/{_name(shape)}", partial(_transformer, *shape)))
     for batch, edge, channels in _rotated(*_IMAGES):
@@ -143,6 +155,32 @@ def _slices(rows: int, width: int) -> Graph:
 
     matrices = [((rows, width), "f32")] * 2
     return trace(program, *matrices, *[((width, _SLICED_WIDTH), "f32")] * 3, name="slices")
+
+
+def _narrow_rows(rows: int, width: int) -> Graph:
+    """Ops along rows that are short and many."""
+
+    def program(x: Tensor, ids: Tensor) -> Any:
+        y = ops.softmax(x)
+        along = (ops.argmax(x, -1), ops.cumsum(x, -1), ops.logsumexp(x, -1), ops.softmax(y, -1))
+        reduced = (x.sum(-1), x.sum(-1, keepdims=True), x.max(-1), x.mean(-1))
+        hot = ops.one_hot(ids, width, "f32", outside="zeros")
+        return (emit_one("softmax_grad", y, x, axis=1), *along, *reduced, hot)
+
+    return trace(program, ((rows, width), "f32"), ((rows,), "i32"), name="rows")
+
+
+def _contractions(batch: int, first: int, second: int) -> Graph:
+    """Contractions that copy an operand or their product, as a group of dims is not one in memory."""
+    sizes = {"b": batch, "x": first, "y": second, "k": 24, "m": 24, "n": 56}
+    terms = [spec.partition("->")[0].split(",") for spec in _GROUPS]
+    inputs = [(tuple(sizes[index] for index in term), "f32") for pair in terms for term in pair]
+
+    def program(*tensors: Tensor) -> Any:
+        pairs = zip(_GROUPS, tensors[::2], tensors[1::2], strict=True)
+        return tuple(ops.einsum(spec, left, right) for spec, left, right in pairs)
+
+    return trace(program, *inputs, name="contraction")
 
 
 class _LanguageModel(nn.Module):

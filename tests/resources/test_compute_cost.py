@@ -56,6 +56,16 @@ def test_a_convolution_is_priced_by_flops_and_patches():
     assert cost.time(0, *amounts, "conv_grad_input", (4e6, 1e5)) == cost.time(0, *amounts)
 
 
+def test_a_product_is_priced_by_what_it_copies_where_the_file_says_what_that_costs():
+    rate = {"f32": {"efficiency": 0.5, "half": [0, 0, 0], "copied": "0.5 ns"}}
+    amounts = ("matmul", 1e9, 0.0, "f32", (2, 300, 150, 75), "einsum", (0.0, 0.0))
+    plain = ComputeCost(device_of()).time(0, *amounts)
+    assert ComputeCost(device_of()).time(0, *amounts, 4e6) == plain
+    cost = ComputeCost(device_of({**COMPUTE, "matmul": rate}))
+    assert cost.time(0, *amounts, 4e6) == pytest.approx(2e-6 + 1e9 / 5e12 + 2e-3)
+    assert cost.time(0, *amounts) == pytest.approx(2e-6 + 1e9 / 5e12)
+
+
 def test_large_matmul_is_bound_by_flops():
     cost = ComputeCost(device_of())
     e = 0.5 * (300 / 400) * (150 / 200) * (75 / 100)

@@ -139,7 +139,7 @@ def _read_bytes(fold: Fold, index: int) -> int:
 
 def _product(op: Op) -> list[Work]:
     """The FLOPs of a product. With windows of one element nothing is copied for patches."""
-    work = replace(work_of(op, [0] * len(op.operands)), nbytes=0.0)
+    work = replace(work_of(op, [0] * len(op.operands)), nbytes=0.0, copied=0.0)
     single = op.kind == "conv" and math.prod(op.operands[1].shape[2:]) == 1
     work = replace(work, patches=(0.0, 0.0)) if single else work
     return [work] if work.kind == "matmul" else []

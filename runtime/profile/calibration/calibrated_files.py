@@ -95,7 +95,9 @@ def _apply_device(entry: dict[str, Any], names: list[str], prefix: str, calibrat
         if rest:  # matmul, dtype, efficiency or half
             rate = device.compute.matmul[rest[0]]
             half = [_short(each) for each in rate.half]
-            compute.setdefault("matmul", {})[rest[0]] = {"efficiency": _short(rate.efficiency), "half": half}
+            copied = {} if rate.copied is None else {"copied": format_time(rate.copied)}
+            numbers = {"efficiency": _short(rate.efficiency), "half": half, **copied}
+            compute.setdefault("matmul", {})[rest[0]] = numbers
             path = f"compute.matmul.{rest[0]}"
             earlier = origins.get(path)
             origins[path] = origin if earlier is None or _error(origin) < _error(earlier) else earlier

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -54,7 +55,8 @@ SPECS = [
     "b h s t, b t h d -> b s h d", "b i, b i -> b", "b i, b i ->", "i, j -> j i", "b s k, k n -> b s n",
     "a b c, b d, d c e -> e a", "a b, b c, c d, d e -> a e", "a, b, c -> c a b", "b i k, j k -> j b i",
     "a b c -> c a", "a b -> ", "a a b -> b a", "a a, b a -> b", "g e c, g e c m, e m n -> g c n",
-    "a x b, a b -> a b", "row column, column out -> out row",
+    "a x b, a b -> a b", "row column, column out -> out row", "g s e c, g s m -> e g c m",
+    "g s m, g s e c -> e g c m", "e g c m, g s e c -> g s m", "g s m, e g c m -> g s e c",
 ]  # fmt: skip
 
 
@@ -77,6 +79,39 @@ def test_einsum_against_numpy(spec: str) -> None:
     out = np.full_like(want, np.nan, order="C")
     assert matmul.einsum(np, *operands, spec=spec, out=out) is out
     np.testing.assert_allclose(out, want, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("spec", [s for s in SPECS if s.count(",") == 1 and s != "a a, b a -> b"])
+def test_einsum_allocates_what_it_declares(spec: str) -> None:
+    names = sorted(set(spec.replace(",", " ").replace("->", " ").split()))
+    sizes = {n: 12 + 2 * i for i, n in enumerate(names)}
+    left, right = spec.split("->")
+    operands = [draw(*(sizes[n] for n in t.split())) for t in left.split(",")]
+    out = np.empty([sizes[n] for n in right.split()])
+    matmul.einsum(np, *operands, spec=spec, out=out)
+    tracemalloc.start()
+    matmul.einsum(np, *operands, spec=spec, out=out)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most <= matmul.einsum_workspace(*operands, spec=spec) + 8192
+
+
+def test_copied_elements_are_those_that_do_not_merge() -> None:
+    dispatch, tokens = (2, 3, 4, 5), (2, 3, 6)  # g s e c, g s m
+    assert matmul.copied_elements("gsm,gsec->gmec", (tokens, dispatch)) == 0
+    assert matmul.copied_elements("gsec,gsm->egcm", (dispatch, tokens)) == 4 * 2 * 5 * 6  # the product
+    assert matmul.copied_elements("gsm,egcm->gsec", (tokens, (4, 2, 5, 6))) == 4 * 2 * 5 * 6  # an operand
+    assert matmul.copied_elements("ab,bc,cd->ad", ((3, 4), (4, 5), (5, 6))) > 0  # what is between two steps
+
+
+def test_copies_for_blas_keep_the_last_dim_last() -> None:
+    x = draw(3, 4, 5, 6)
+    for order, rows, shape in (((1, 3, 0, 2), 1, (4, 6, 15)), ((1, 0, 2, 3), 2, (4, 15, 6))):
+        y = matmul._matrices(x, order, rows, shape)
+        np.testing.assert_array_equal(y, x.transpose(order).reshape(shape))
+        assert y.strides[-2 if order[1] == 3 else -1] == x.itemsize
+    terms = tuple("gsm"), tuple("gsec"), tuple("egcm")  # m, of the left operand, is last in the result
+    assert matmul._plan_pair(*terms, (2, 3, 4), (2, 3, 5, 6)).shape == (2, 30, 4)
 
 
 def test_einsum_refuses_what_does_not_fit() -> None:

@@ -63,7 +63,8 @@ def test_stated_number_decides_only_what_measurements_leave_open() -> None:
     assert found[2] == pytest.approx(5.0, rel=0.01)
 
 
-def test_matmul_rate_lengths_and_launch_are_found() -> None:
+@pytest.mark.parametrize("per_copied", [0.7e-9, None])
+def test_matmul_rate_lengths_copies_and_launch_are_found(per_copied: float | None) -> None:
     rate, half, starts = 9e10, (40.0, 12.0, 25.0), {"matmul": 4e-6, "einsum": 9e-6}
     samples, exact = [], []
     random = np.random.default_rng(0)
@@ -72,14 +73,17 @@ def test_matmul_rate_lengths_and_launch_are_found() -> None:
         op = str(random.choice(["matmul", "einsum"]))
         flops = 2.0 * m * n * k
         reached = rate * m / (m + half[0]) * n / (n + half[1]) * k / (k + half[2])
-        samples.append(Work("matmul", flops, 4.0 * (m * n + n * k + m * k), "f32", (1, m, n, k), op))
-        exact.append(starts[op] + flops / reached)
+        copied = m * n * float(random.integers(2)) if op == "einsum" and per_copied else 0.0
+        nbytes = 4.0 * (m * n + n * k + m * k)
+        samples.append(Work("matmul", flops, nbytes, "f32", (1, m, n, k), op, copied=copied))
+        exact.append(starts[op] + flops / reached + copied * (per_copied or 0.0))
     seconds = disturbed(np.array(exact), every=13)
-    found_rate, found_half, found_starts, error = fit_matmul(
+    found_rate, found_half, found_copied, found_starts, error = fit_matmul(
         list(zip(samples, seconds.tolist(), strict=True)), per_byte=1e-13
     )
     assert found_rate == pytest.approx(rate, rel=0.1)
     assert found_half == pytest.approx(half, rel=0.3)
+    assert found_copied == (None if per_copied is None else pytest.approx(per_copied, rel=0.15))
     for op, start in starts.items():
         assert found_starts[op] == pytest.approx(start, rel=0.15)
     assert error < 0.12  # 3 % of noise, and one in thirteen three quarters off

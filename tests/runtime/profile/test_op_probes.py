@@ -11,6 +11,7 @@ import pytest
 from support.paths import BENCHMARKS, ROOT
 
 from distgraph.ir.op_registry import flops as flops_of
+from distgraph.passes.analysis.op_work import work_of
 from distgraph.resources import load_cluster
 from distgraph.runtime.profile import op_probes as probing
 from distgraph.runtime.profile import probe_programs as programs
@@ -96,6 +97,21 @@ def test_every_class_of_ops_is_met_with_little_and_with_much_work() -> None:
     moving = {"scatter_add", "take", "one_hot", "pick", "concat", "pad", "transpose"}
     assert ordering | moving | {"reduce_sum", "reduce_max", "conv", "attention", "embedding"} <= set(kinds)
     assert all(max(kinds[kind]) > 1e3 * min(kinds[kind]) for kind in ordering | {"scatter_add", "reduce_max"})
+
+
+def test_contractions_that_copy_and_short_rows_are_met_on_three_scales() -> None:
+    copied, rows = [], dict[str, list[float]]()
+    for probe in probes():
+        kind = probe.name.partition("/")[0]
+        for op in probe.graph().ops if kind in ("contraction", "rows") else ():
+            if op.kind == "einsum":
+                copied.append(work_of(op, [0, 0]).copied)
+            elif op.operands and op.operands[0].shape[1:]:
+                rows.setdefault(op.kind, []).append(op.operands[0].size / op.operands[0].shape[-1] ** 2)
+    assert min(copied) > 0
+    assert max(copied) > 100 * min(copied)
+    assert {"softmax", "softmax_grad", "argmax", "cumsum", "reduce_sum", "reduce_max"} <= set(rows)
+    assert all(max(ratios) > 500 and min(ratios) > 4 for ratios in rows.values())
 
 
 def test_an_interrupted_short_op_does_not_count() -> None:

@@ -41,7 +41,7 @@ def numbers() -> Measured:
         "conv": {"f32": OpTable(error=0.02, launch=2e-5, rates=(1.25e-11, 1.5e-9, 3e-9))},
         "einsum": {"f32": OpTable(launch=9e-6)},
     }
-    rates = {"f32": MatmulRate(1.0, (8.0, 4.0, 2.0), {"efficiency": 0.05})}
+    rates = {"f32": MatmulRate(1.0, (8.0, 4.0, 2.0), {"efficiency": 0.05}, 5e-10)}
     compute = Compute(1.5e-6, 0.75, 0.25, rates, ops, {"launch": 0.11})
     links = LinkFit(
         7e-6,
