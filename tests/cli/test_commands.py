@@ -252,6 +252,20 @@ print([name for name in unused if name in sys.modules])
     assert printed == "[]\n[]\n"
 
 
+def test_no_command_loads_scipy_before_it_is_used() -> None:
+    """Loading it takes a third as long as all other modules of a command."""
+    code = """
+import sys
+from distgraph.cli import application
+
+for name in application._MODULES:
+    application.load_command([name])
+print([name for name in ("scipy", "networkx", "numba") if name in sys.modules])
+"""
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert printed == "[]\n"
+
+
 def test_a_misspelt_command_is_answered_with_similar_ones() -> None:
     code, output = invoke("chek", "train.py")
     assert code == 2

@@ -44,7 +44,7 @@ def test_the_answer_is_forecast_under_the_runtime() -> None:
     ours, other = searched(), searched(WAITING.name)
     assert ours.forecast is not None
     assert other.forecast is not None
-    assert other.forecast.seconds >= ours.forecast.seconds
+    assert other.forecast.seconds > ours.forecast.seconds
     assert "runtime" not in ours.search.settings
     assert other.search.settings["runtime"] == "waiting"
 
@@ -129,12 +129,17 @@ def test_axes_have_one_use() -> None:
 
 
 def test_an_axis_may_stand_alone_for_matrices() -> None:
-    plan = plan_for("chain", "torch", memory="30 KiB", stages=1, micro_batches=1)
+    """In so little memory no baseline fits, so the search itself has to offer a mesh without other axes."""
+    plan = plan_for("chain", "torch", memory="24.5 KiB", stages=1, micro_batches=1)
+    assert plan.stages[0].mesh.axes == ("tp",)
     assert layouts_of(plan).stages[0].ranks.shape == (1, 1, 4)
 
 
 def test_jax_gets_one_stage() -> None:
-    assert len(plan_for("chain", "jax").stages) == 1
+    """On machines on which distgraph gets two."""
+    options = SearchOptions(seconds=SECONDS, processes=1, runtime=executing("jax"))
+    assert len(searched().stages) == 2
+    assert len(search(CHAIN.compile_request(), two_by_two(), options).stages) == 1
 
 
 @pytest.mark.parametrize(

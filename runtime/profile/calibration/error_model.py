@@ -13,11 +13,11 @@ residuals: real errors have longer tails than normal ones.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import minimize
 
 from distgraph.plan.forecast_errors import CONFIDENCE, KINDS, WIDTH, ForecastErrors, of_kinds
 from distgraph.runtime.profile.calibration.robust_fit import group_folds, splits
@@ -58,7 +58,8 @@ def fit_errors(
         return float(prior + np.sum(np.linalg.slogdet(covariance)[1]) + distances)
 
     bounds = [(np.log(_LEAST), np.log(2.0))] * len(start)
-    point = minimize(loss, start, method="L-BFGS-B", bounds=bounds).x
+    optimize = import_module("scipy.optimize")  # slow to load
+    point = optimize.minimize(loss, start, method="L-BFGS-B", bounds=bounds).x
     deviations = np.exp(point)
     spread = np.sqrt((shares**2) @ deviations[:-1] ** 2 + deviations[-1] ** 2)
     scale = _conformal(np.abs(residuals) / spread) / WIDTH

@@ -18,10 +18,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import least_squares
 
 from distgraph.errors import ResourceError
 
@@ -106,7 +106,8 @@ def fit(
         robust = np.sign(rest) * np.sqrt(2.0 * (np.sqrt(1.0 + size**2) - 1.0))
         return np.concatenate([robust, (point - start) / spread])
 
-    solved = least_squares(
+    optimize = import_module("scipy.optimize")  # slow to load, and few commands fit numbers
+    solved = optimize.least_squares(
         residuals, start, bounds=(low, high), x_scale="jac", diff_step=[1e-4], max_nfev=200
     )
     slopes: Array = np.asarray(solved.jac, float)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from distgraph.passes.search.solver.problem import Problem, Use
+
+LAST_TIME = 16
+"""Uses of random problems end before it."""
 
 
 def random_problem(seed: int) -> Problem:
@@ -54,18 +56,30 @@ def random_problem(seed: int) -> Problem:
 
 
 def brute_force(problem: Problem) -> float:
-    """Least cost by looking at every choice; costs and memory are summed here anew."""
-    best = math.inf
-    for choice in choices(problem):
-        cost = cost_of(problem, choice)
-        if cost < best and fits(problem, choice):
-            best = cost
-    return best
+    """Least cost by looking at every choice; costs and memory are summed here anew.
 
+    Each choice is an element of an array that has a dim for every node.
+    """
+    sizes = [len(costs) for costs in problem.costs]
 
-def choices(problem: Problem) -> Iterator[tuple[int, ...]]:
-    """Every choice, whether it is feasible or not."""
-    return itertools.product(*(range(len(c)) for c in problem.costs))
+    def spread(table: np.ndarray, *nodes: int) -> np.ndarray:
+        """A table of one or two nodes as an array with a dim for every node."""
+        ordered = np.transpose(table, np.argsort(nodes))
+        return ordered.reshape([size if i in nodes else 1 for i, size in enumerate(sizes)])
+
+    cost = np.zeros(sizes)
+    for node, costs in enumerate(problem.costs):
+        cost += spread(costs, node)
+    for edge, table in zip(problem.edges, problem.edge_costs, strict=True):
+        cost += spread(table, *edge)
+    for t in range(0 if problem.limit is None else LAST_TIME):
+        used = np.zeros(sizes)
+        for node, own in enumerate(problem.uses):
+            for use in own:
+                if use.start <= t < use.stop:
+                    used += spread(use.amounts, node)
+        cost[used > problem.limit] = math.inf
+    return float(cost.min())
 
 
 def cost_of(problem: Problem, choice: tuple[int, ...]) -> float:
@@ -84,7 +98,7 @@ def fits(problem: Problem, choice: tuple[int, ...]) -> bool:
             for use in own
             if use.start <= t < use.stop
         )
-        for t in range(16)
+        for t in range(LAST_TIME)
     ]
     return problem.limit is None or max(used) <= problem.limit
 
