@@ -117,7 +117,7 @@ class LayerCosts:
             layers = pattern.producer_layers, pattern.reader_layers[0]
             self._add_change_to_reader(value, *layers, reader, seconds)
             return
-        gradient = self._is_gradient(value)
+        gradient = self.fold.is_gradient(value)
         part = self._part(producer) if value.per_micro and not gradient else self.totals.step
         self._add(part, pattern.producer_layers, seconds)
         if gradient:
@@ -130,7 +130,7 @@ class LayerCosts:
 
         `producers` and `readers` are their layers, for every member; `seconds` are those of one member.
         """
-        gradient = self._is_gradient(value)
+        gradient = self.fold.is_gradient(value)
         if gradient or not value.per_micro:
             self._add(self.totals.step, readers, seconds)
             if gradient:
@@ -139,16 +139,6 @@ class LayerCosts:
         crosses = (producers != readers) & (producers >= 0) & (readers >= 0)
         self._add(self.totals.border, np.minimum(producers, readers)[crosses], seconds)
         self._add(self._part(reader), readers[~crosses], seconds)
-
-    def _is_gradient(self, value: FoldedValue) -> bool:
-        """Whether changes of its layout synchronise a gradient, once a step.
-
-        With one micro-batch the operand of an `accumulate` is the gradient as much as the result is.
-        """
-        if self.fold.ops[value.producer].op.kind == "accumulate":
-            return True
-        readers = [self.fold.ops[reader].op.kind for reader, _ in value.counts]
-        return self.fold.graph.micro_batches == 1 and set(readers) == {"accumulate"}
 
     def _add_update(
         self, number: int, value: FoldedValue, produced: ShardSpec | None, stored: ShardSpec
