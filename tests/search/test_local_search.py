@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import pytest
 from support.programs.searched import CHAIN, SECONDS, two_by_two
 from support.search.plan_training import trains_as_one_rank
 
@@ -13,6 +14,7 @@ from distgraph.engine.search_driver.evaluations import Evaluation
 from distgraph.engine.search_driver.local_search import evaluate_substituted_schedules, local_search
 from distgraph.engine.search_driver.search_space import Shape
 from distgraph.engine.search_driver.search_state import SearchState
+from distgraph.engine.search_driver.stage_search import pipeline_estimate
 from distgraph.plan.plan import Plan
 
 TWO = Shape((("dp", 2),))
@@ -50,6 +52,38 @@ def test_local_search_ends_where_the_evaluator_likes_no_neighbour_better() -> No
     assert best.micro_batches == start.micro_batches  # as fast with others, but not faster
     assert len(events) == len(evaluator.asked) - 1
     assert len({candidate.decisions for candidate in evaluator.asked}) == len(evaluator.asked)
+
+
+@dataclass
+class ByShape(ByBorder):
+    """An evaluator by which a step is faster the more ranks hold the same samples."""
+
+    def evaluate(self, candidate: Candidate) -> Evaluation:
+        axes = dict(candidate.stages[0].shape.axes)
+        return replace(super().evaluate(candidate), seconds=2.0 / axes.get("tp", 1))
+
+
+def test_data_parallelism_is_a_start_with_other_shapes_of_its_mesh() -> None:
+    evaluator = ByShape(best_border=0)
+    state = SearchState(CHAIN.compile_request(), two_by_two(), "auto", SECONDS, evaluator=evaluator)
+    state.record(Evaluation("data parallel", None, 2.0, 1.0, 0.0, 1, {}, None, rebuild=lambda costs: ""))
+    list(local_search(state))
+    assert state.best is not None
+    assert state.best.candidate is not None
+    assert dict(state.best.candidate.stages[0].shape.axes)["tp"] > 1
+    evaluated = evaluator.asked[0]
+    assert (evaluated.micro_batches, len(evaluated.stages)) == (1, 1)
+    assert evaluated.stages[0].devices == state.layout_costs.devices
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_the_backward_part_hides_gradients_of_any_number_of_micro_batches(micro_batches: int) -> None:
+    costs = SearchState(CHAIN.compile_request(), two_by_two(), "auto", SECONDS).layout_costs
+    costs.variants(micro_batches, costs.submesh((0, 1)), TWO, "uniform")
+    stage = StageChoice(0, len(costs.layered_graph(micro_batches).layers), (0, 1), TWO)
+    candidate = Candidate("search", (stage,), "uniform", 1.0, micro_batches=micro_batches)
+    estimate = pipeline_estimate(costs, candidate).seconds
+    assert estimate == pytest.approx(build_candidate(candidate, costs).seconds, rel=0.08)
 
 
 @dataclass

@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, pairwise
 
+from distgraph.engine.search_driver.baselines.data_parallel_zero import groups_of_devices
 from distgraph.engine.search_driver.candidate import Candidate, StageChoice, broken_constraint
 from distgraph.engine.search_driver.evaluations import Evaluation
 from distgraph.engine.search_driver.layout_costs import LayoutCosts
@@ -43,16 +44,11 @@ _LOWER_MULTIPLIERS = (0.25, 0.5)
 
 def local_search(state: SearchState) -> Iterator[Event]:
     """From each pipeline that was forecast, baselines included, to the first neighbour that is faster, as
-    long as there is one."""
+    long as there is one. Data parallelism is a pipeline of one stage."""
     built_ops = 0
     candidates = (evaluation.candidate for evaluation in state.evaluations.all)
     seen = {candidate.decisions for candidate in candidates if candidate is not None}
-    starts = [
-        e
-        for e in state.evaluations.all
-        if e.fits and e.candidate and math.isfinite(e.candidate.estimate) and not e.candidate.interleaved
-    ]
-    for start in sorted(starts, key=lambda evaluation: evaluation.seconds):
+    for start in sorted(_starts(state), key=lambda evaluation: evaluation.seconds):
         if built_ops >= _MOST_OPS or state.expired():
             return
         current, waiting = start, _unseen(state, start, seen)
@@ -65,6 +61,31 @@ def local_search(state: SearchState) -> Iterator[Event]:
             yield state.record(evaluation)
             if evaluation.fits and evaluation.seconds < current.seconds:
                 current, waiting = evaluation, _unseen(state, evaluation, seen)
+
+
+def _starts(state: SearchState) -> Iterator[Evaluation]:
+    """The pipelines that fit, and data parallelism on each group of devices as a pipeline of one stage."""
+    groups = groups_of_devices(state)
+    for evaluation in state.evaluations.all:
+        candidate = evaluation.candidate
+        if not evaluation.fits:
+            continue
+        if candidate is None and evaluation.eligible and evaluation.origin in groups:
+            one_stage = _one_stage(state, groups[evaluation.origin])
+            yield replace(evaluation, candidate=replace(one_stage, estimate=evaluation.seconds))
+        elif candidate and math.isfinite(candidate.estimate) and not candidate.interleaved:
+            yield evaluation
+
+
+def _one_stage(state: SearchState, devices: tuple[int, ...]) -> Candidate:
+    """Data parallelism, with layouts of the search."""
+    start = state.constraints.start
+    layers = len(state.layout_costs.layered_graph(start.micro_batches, start.recompute).layers)
+    stage = StageChoice(0, layers, devices, Shape((("dp", len(devices)),)))
+    candidate = Candidate("search", (stage,), state.layout_costs.restriction, math.inf)
+    return replace(
+        candidate, micro_batches=start.micro_batches, schedule=start.schedule, recompute=start.recompute
+    )
 
 
 def evaluate_substituted_schedules(state: SearchState) -> Iterator[Event]:
@@ -134,6 +155,7 @@ def _unseen(state: SearchState, evaluation: Evaluation, seen: Collection[object]
     if not has_fixed_count(pipeline):
         counts = [*state.pipelines.best, *state.pipelines.adjacent_counts(pipeline.micro_batches)]
     moves = chain(
+        (pipeline,),  # it was not evaluated itself if data parallelism stands for it
         local_search_moves(pipeline, tuple(dict.fromkeys(counts)), layout_costs.pool_numbers),
         stage_moves(pipeline, layout_costs, state.pipelines.submeshes)
         if len(pipeline.stages) <= _MOST_STAGES

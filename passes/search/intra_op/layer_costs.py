@@ -117,9 +117,10 @@ class LayerCosts:
             layers = pattern.producer_layers, pattern.reader_layers[0]
             self._add_change_to_reader(value, *layers, reader, seconds)
             return
-        part = self._part(producer) if value.per_micro else self.totals.step
+        gradient = self.fold.is_gradient(value)
+        part = self._part(producer) if value.per_micro and not gradient else self.totals.step
         self._add(part, pattern.producer_layers, seconds)
-        if producer.op.kind == "accumulate":
+        if gradient:
             self._add(self.totals.gradients, pattern.producer_layers, seconds)
 
     def _add_change_to_reader(
@@ -129,9 +130,10 @@ class LayerCosts:
 
         `producers` and `readers` are their layers, for every member; `seconds` are those of one member.
         """
-        if not value.per_micro:
+        gradient = self.fold.is_gradient(value)
+        if gradient or not value.per_micro:
             self._add(self.totals.step, readers, seconds)
-            if self.fold.ops[value.producer].op.kind == "accumulate":
+            if gradient:
                 self._add(self.totals.gradients, readers, seconds)
             return
         crosses = (producers != readers) & (producers >= 0) & (readers >= 0)

@@ -127,6 +127,16 @@ class Fold:
         """Op name -> position in the graph."""
         return {op.name: time for time, op in enumerate(self.graph.ops)}
 
+    def is_gradient(self, value: FoldedValue) -> bool:
+        """Whether changes of the layout of a value synchronise a gradient, once a step.
+
+        With one micro-batch the operand of an `accumulate` is the gradient as much as the result is.
+        """
+        if self.ops[value.producer].op.kind == "accumulate":
+            return True
+        kinds = {self.ops[reader].op.kind for reader, _ in value.counts}
+        return self.graph.micro_batches == 1 and kinds == {"accumulate"}
+
 
 @dataclass(slots=True)
 class _Members:
