@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import tempfile
-import threading
 import zlib
 from collections.abc import Callable
 
@@ -55,26 +54,9 @@ def missing_package(name: str) -> str | None:
     return None if importlib.util.find_spec(name) else f"{name} is not installed"
 
 
-def keep_ranks_on_one_core(number: int) -> None:
-    """Give all threads of ranks one core, which worker `number` of pytest-xdist shares with few others.
-
-    Ranks that are threads take turns with the lock of the interpreter. On several cores they hand it over at
-    every operation of NumPy, which takes as long as the small programs of the tests themselves. Other threads
-    and processes keep all cores.
-    """
-    cores, run = sorted(os.sched_getaffinity(0)), threading.Thread.run
-
-    def run_on_core(self: threading.Thread) -> None:
-        if self.name.startswith("rank-"):
-            os.sched_setaffinity(0, {cores[number % len(cores)]})
-        run(self)
-
-    threading.Thread.run = run_on_core  # type: ignore[method-assign]
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Give every rank of an MPI job a folder of its own for `tmp_path`, and ranks that are threads one core.
+    """Give every rank of an MPI job a folder of its own for `tmp_path`.
 
     Every pytest keeps the folders of its last three runs and removes older ones. Ranks which list and
     remove the same folders at the same time can end with an error of pytest after the last test.
@@ -83,9 +65,6 @@ def pytest_configure(config: pytest.Config) -> None:
         root = tempfile.mkdtemp(prefix="pytest-rank-")
         config.add_cleanup(lambda: shutil.rmtree(root, ignore_errors=True))
         os.environ["PYTEST_DEBUG_TEMPROOT"] = root
-    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
-    if worker and hasattr(os, "sched_setaffinity"):
-        keep_ranks_on_one_core(int(worker.removeprefix("gw")))
 
 
 MISSING: dict[str, Callable[[], str | None]] = {
