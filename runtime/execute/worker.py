@@ -16,7 +16,6 @@ from distgraph.errors import RuntimeFault
 from distgraph.ir.dtypes import to_numpy
 from distgraph.ir.gc_pause import collector_paused
 from distgraph.ir.graph import Value
-from distgraph.kernels.subnormal_numbers import FlushedToZero
 from distgraph.passes.partition import RankProgram
 from distgraph.runtime.execute.actor_executor import ActorExecutor
 from distgraph.runtime.execute.buffer_check import BufferCheck, CheckedWriter, check_enabled
@@ -34,6 +33,7 @@ from distgraph.runtime.schedule.actor_group import ActorPlan
 from distgraph.runtime.schedule.task import UPDATES
 from distgraph.runtime.schedule.task_order import Schedule
 from distgraph.runtime.transport.collectives import finish
+from distgraph.runtime.transport.subnormal_numbers import FlushedToZero
 from distgraph.runtime.transport.transport import Transport
 from distgraph.runtime.transport.watchdog import Activity, recording
 

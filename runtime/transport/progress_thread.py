@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-from distgraph.kernels.subnormal_numbers import FlushedToZero
+from distgraph.runtime.transport.subnormal_numbers import FlushedToZero
 
 _PERIOD: Final = 0.002
 """Seconds between two looks at the messages. A look every 1, 2, 4, 8, 12 ms hid 171, 170, 161, 140, 128 of

@@ -12,12 +12,12 @@ import pytest
 
 from distgraph.array_api.trace import trace
 from distgraph.ir.mesh import ProcessMesh
-from distgraph.kernels.subnormal_numbers import FlushedToZero
 from distgraph.passes.pass_pipeline import run_passes
 from distgraph.passes.pass_registry import PassContext
 from distgraph.runtime.execute.worker import Worker
 from distgraph.runtime.program.build import build
 from distgraph.runtime.transport.progress_thread import ProgressThread
+from distgraph.runtime.transport.subnormal_numbers import FlushedToZero
 
 TINY = np.full(8, 1e-40, np.float32)
 
