@@ -338,14 +338,14 @@ def _letters(op: Op, algorithm: object) -> Letters:
 
 
 def largest_block(product: Product, slices: int) -> int:
-    """Neighbouring rows or columns that can stay together in each of some slices; 1 if nothing fits.
+    """Neighbouring rows or columns that can stay together in each of some slices; 1 where `check_slices`
+    refuses these slices whatever the block is.
 
     On a mesh whose axes are equally long these are the slices of a shard as a whole, so that each is one run.
     """
     length, counts = product.length(product.sliced), _shard_counts(product)
-    if length % math.lcm(*counts):
-        return 1
-    return max(1, math.gcd(*(length // count for count in counts)) // slices)
+    shared = math.gcd(*(length // count for count in counts))
+    return 1 if length % math.lcm(*counts) or shared % slices else shared // slices
 
 
 def _shard_counts(product: Product) -> list[int]:

@@ -77,9 +77,11 @@ class Pattern:
         return f"{self.kind}{behind}{beside}/{groups}/{self.nbytes}"
 
     @property
-    def is_rooted(self) -> bool:
-        """Whether one rank of a group ends without having heard of the others."""
-        return self.kind in COLLECTIVES and "root" in COLLECTIVES[self.kind].parameters
+    def waits_for_all(self) -> bool:
+        """Whether a rank of a group ends only after all others of the group have begun."""
+        if self.kind == "permute":  # a rank waits for the one before it
+            return len(self.groups[0]) == 2
+        return self.kind not in COLLECTIVES or "root" not in COLLECTIVES[self.kind].parameters
 
 
 def axis_groups(ranks: int) -> tuple[tuple[Group, ...], ...]:

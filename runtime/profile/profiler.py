@@ -402,7 +402,7 @@ class _Profile:
         times = self.transport.gather_objects(run_time, 0)
         if times is None:
             return {}
-        added = self.cores.added_seconds(times, pattern.groups, rooted=pattern.is_rooted)
+        added = self.cores.added_seconds(times, pattern.groups, waits_for_all=pattern.waits_for_all)
         return {"": ({"message": asdict(pattern)}, [added])}
 
     def bar(self) -> Progress:

@@ -14,8 +14,8 @@ the speed of products varies from run to run, and the message is not to blame fo
 Where a control group limits a rank, runs begin and end when its quota for a period is used up. A rank that
 waits for a message saves quota, and computes with it at full speed afterwards: at another moment, a few
 milliseconds of work would appear to take half or twice as long. Each machine uses its quota up on its own
-then, which takes a period longer now and then. All machines of a group have heard of each other before, so
-that the one for which the collective appears to add least was delayed least behind it, and counts.
+then, which takes a period longer now and then. Where every rank of a group has waited for all others before,
+the machine for which the collective appears to add least was delayed least behind it, and counts.
 `benchmarks/HISTORY.md` has the measurements behind these rules.
 """
 
@@ -120,7 +120,7 @@ class CoreSharing:
         return text if len(self.shares) > 1 else ""
 
     def added_seconds(
-        self, times: Sequence[RunTime], groups: Sequence[Group] = (), *, rooted: bool = False
+        self, times: Sequence[RunTime], groups: Sequence[Group] = (), *, waits_for_all: bool = True
     ) -> float:
         """Seconds that a collective adds to a step, without the computation before it or beside it.
 
@@ -130,7 +130,7 @@ class CoreSharing:
         Args:
             times: of every rank.
             groups: of the collective, of which the slowest counts; by default all ranks are one.
-            rooted: whether one rank of a group ends without having heard of the others.
+            waits_for_all: whether a rank of a group ends only after all others of the group have begun.
         """
         groups = groups or (tuple(range(len(times))),)
         if any(time.beside for time in times):
@@ -145,7 +145,8 @@ class CoreSharing:
         def added(ranks: Sequence[int]) -> float:
             return max(times[r].seconds for r in ranks) - max(computing[r] for r in ranks)
 
-        if not self.period or rooted:
+        used_up = self.period and any(time.work for time in times)  # the quota, behind the last run
+        if not (used_up and waits_for_all):
             return max(_MINIMUM, *map(added, groups))
         parts = [[[r for r in g if machines[r] == m] for m in {machines[r] for r in g}] for g in groups]
         return max(_MINIMUM, *(min(map(added, of_group)) for of_group in parts))

@@ -210,3 +210,12 @@ def test_a_bad_round_of_one_size_does_not_make_a_message_easy_to_hide() -> None:
             runs |= timed("all_gather", groups, nbytes, [busy], overlapped=True)
     found = evaluate(machines(2, 2), json.loads(json.dumps(runs)), ranks=4)
     assert all(table.busy == pytest.approx(table.times, rel=1e-3) for table in found.tables)
+
+
+def test_a_rank_of_a_broadcast_or_of_a_long_ring_does_not_wait_for_all_others() -> None:
+    """What one rank of it measures says nothing about a slow link between two others."""
+    pair, ring = ((0, 1),), ((0, 1, 2),)
+    kinds = [kind for kind in KINDS if kind != "send"]
+    partly = {kind for kind in kinds if not Pattern(kind, ring, 1024).waits_for_all}
+    assert partly == {"broadcast", "permute"}
+    assert {kind for kind in KINDS if not Pattern(kind, pair, 1024).waits_for_all} == {"broadcast"}

@@ -42,12 +42,17 @@ def test_a_machine_that_uses_up_its_quota_late_is_not_part_of_a_message() -> Non
     late = [RunTime(5.0, 2.0), RunTime(8.0, 2.5)]
     quota = CoreSharing((1.0, 1.0), period=0.01, machines=(0, 1))
     assert quota.added_seconds(late) == 3.0
-    assert quota.added_seconds(late, rooted=True) == 5.5
+    assert quota.added_seconds(late, waits_for_all=False) == 5.5
     assert CoreSharing((1.0, 1.0), machines=(0, 1)).added_seconds(late) == 5.5
     pairs = [*late, RunTime(6.0, 2.0), RunTime(7.0, 2.5)]
     both = CoreSharing((2.0,) * 4, period=0.01, machines=(0, 0, 2, 2))
     assert both.added_seconds(pairs) == 7.0 - 4.5
     assert both.added_seconds(pairs, [(0, 1), (2, 3)]) == 8.0 - 4.5
+    alone = [
+        RunTime(3.0),
+        RunTime(5.0),
+    ]  # without computation no quota is used up, and the slower rank counts
+    assert quota.added_seconds(alone) == 5.0
 
 
 def test_noise_of_products_is_not_part_of_a_message_beside_them() -> None:
