@@ -92,8 +92,8 @@ def measure_step(name: str, pairs: int) -> list[float]:
         return engine, batch, workers
 
     engine, batch, workers = prepared()
-    checks = [(w.check, dict(w.arena.examining), dict(w.arena.examiners)) for w in workers]
-    assert all(check is not None for check, _, _ in checks)
+    checks = [(worker.check, dict(worker.arena.examining)) for worker in workers]
+    assert all(check is not None for check, _ in checks)
     losses = [engine.run(batch)["loss"] for _ in range(WARMUP)]
     reference, _, unchecked = prepared()
     _leave_out_check(unchecked)
@@ -105,10 +105,9 @@ def measure_step(name: str, pairs: int) -> list[float]:
     def without() -> None:
         _leave_out_check(workers)
         engine.run(batch)
-        for worker, (check, examined, examine) in zip(workers, checks, strict=True):
+        for worker, (check, examining) in zip(workers, checks, strict=True):
             worker.check = check
-            worker.arena.examining.update(examined)
-            worker.arena.examiners.update(examine)
+            worker.arena.examining.update(examining)
 
     ratios = paired(lambda: engine.run(batch), without, pairs, barrier)
     engine.close()
@@ -116,10 +115,9 @@ def measure_step(name: str, pairs: int) -> list[float]:
 
 
 def _leave_out_check(workers: Sequence[Any]) -> None:
-    """Run the next steps without the check, and without what it examines in reductions and behind ops."""
+    """Run the next steps without the check, and without what it examines in reductions."""
     for worker in workers:
         worker.check = None
-        worker.arena.examiners.update(dict.fromkeys(worker.arena.examiners, lambda: None))
         worker.arena.examining.update(dict.fromkeys(worker.arena.examining, lambda transport: transport))
 
 

@@ -2,11 +2,11 @@
 
 It runs on every rank after all tasks but the optimize tasks, so parameters and states are not yet changed.
 Of a block that several ranks hold, each of them reads an equal part, so that data parallel training reads a
-gradient once and not once a rank. What a rank reduces itself for a collective, and the long results of its
-own ops, it reads while they are in the cache, and then not again unless they are not finite. The sum of
-squares is finite if all elements are, unless it overflows, in which case every element is tested. Then the
-ranks agree on one verdict, unless all of them hold the same gradients and these are so small that a message
-takes longer than reading them.
+gradient once and not once a rank. What a rank reduces itself for a collective over MPI, it reads while the
+result is in the cache, and then not again unless that part is not finite. The sum of squares is finite if
+all elements are, unless it overflows, in which case every element is tested. Then the ranks agree on one
+verdict, unless all of them hold the same gradients and these are so small that a message takes longer than
+reading them.
 
 Invariant: every rank of a program has the same verdict in the same step.
 """
@@ -37,10 +37,6 @@ _READ_ALONE = 1 << 20
 
 _SQUARABLE = ("f32", "f64")
 """Dtypes of the values that are read as a sum of squares."""
-_COMPUTED = ("compute", "accumulate", "loop")
-"""Modes of the ops that leave their results complete on this rank."""
-_LONG = 1 << 16
-"""Bytes from which on it pays to read the result of an op at once: memory delivers less in some 5 us."""
 _EXAMINED = frozenset({"comm.all_reduce", "comm.reduce_scatter"})
 """Collectives whose result is the reduction itself, as the transport makes it."""
 
@@ -121,7 +117,7 @@ class _CheckedBlock:
         block: the elements that this rank holds; as a vector if `squarable`.
         part: those which it reads for all ranks that hold the same block.
         squarable: whether they are read as a sum of squares.
-        examiner: of the collective or the op that writes the value; None where nothing is examined.
+        examiner: of the collective that writes the value; None where nothing is examined.
     """
 
     root: str
@@ -129,12 +125,6 @@ class _CheckedBlock:
     part: Any
     squarable: bool
     examiner: _Examiner | None = None
-
-    def examine(self) -> None:
-        """Read the part; to be called when the op has just written the value."""
-        assert self.examiner is not None
-        with np.errstate(over="ignore", invalid="ignore"):
-            self.examiner(self.part)
 
     def is_finite(self) -> bool:
         """Whether this rank's elements are finite, where NumPy holds them.
@@ -147,7 +137,7 @@ class _CheckedBlock:
 
 
 class _Examiner:
-    """Examines what this rank reduces for one collective, or computes by one op.
+    """Examines what this rank reduces for one collective.
 
     Attributes:
         finite: whether every part so far is finite as a sum of squares; None if it has seen none.
@@ -185,8 +175,7 @@ class _ExaminingTransport:
 class FiniteCheck:
     """The finite check of one rank, bound to its memory.
 
-    It enters in `arena.examining` and `arena.examiners` what writes the values: the tasks must be compiled
-    afterwards.
+    It enters in `arena.examining` what reduces the values: the tasks must be compiled afterwards.
 
     Attributes:
         passed: verdict of the last check, the same on every rank.
@@ -205,7 +194,6 @@ class FiniteCheck:
         examined = _examined(guard.values, program) if shared else {}
         reductions = {collective: _Examiner() for collective in examined.values()}
         arena.examining.update((name, examiner.transport) for name, examiner in reductions.items())
-        makers = program.makers()
         for name, label in guard.values.items():
             if name not in program.types or name not in storage.slots:
                 continue
@@ -221,9 +209,6 @@ class FiniteCheck:
             checked = _CheckedBlock(root, flat, self._part(name, flat, program), True)
             if name in examined:
                 checked.examiner = reductions[examined[name]]
-            elif xp is np and makers[name].mode in _COMPUTED and block.nbytes >= _LONG:
-                checked.examiner = _Examiner()
-                arena.examiners[name] = checked.examine
             self._checked.append(checked)
 
     def _part(self, name: str, flat: Any, program: RankProgram) -> Any:

@@ -3,6 +3,7 @@
     def backward_s0_last(m):                         # mesh(dp=2, tp=2) rank 3
         einsum_12(x_3, g_9, out=dw_14)               # %14 : f32[128, 256] partial(dp)       mlp.py:31
         work_14 = all_reduce_start(comm, dw_14, group_dp, 'sum', dw_14)
+        ...
         work_14.wait()
 
 `CompiledTask.source` holds the source, so that it can be read, dumped and debugged.
@@ -44,7 +45,7 @@ class Writer:
         self.makers = program.makers()
         self.bound: dict[str, Any] = {"comm": transport, "xp": xp, "copyto": xp.copyto}
         self.bound |= {"feeds": arena.feeds, "pending": arena.pending}
-        self.bound |= {"examining": arena.examining, "examiners": arena.examiners}
+        self.bound |= {"examining": arena.examining}
         self.bindings: dict[tuple[str, int], str] = {}  # (hint, id of the object) -> name
         self.identifiers = Identifiers([*self.bound, "m", "work"])
         self.ready: set[str] = set()
@@ -184,9 +185,6 @@ class Writer:
             self.local_move(local)
         else:
             self.collective(local)
-        for value in op.results if last and not is_started(local) else ():
-            if value.name in self.arena.examiners:
-                self.line(f"examiners[{literal(value.name)}]()")
 
     def compute(self, local: LocalOp) -> None:
         op, declared = local.op, lookup(local.op.kind)

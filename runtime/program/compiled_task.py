@@ -46,7 +46,6 @@ class Arena:
         loops: name of a loop -> (micro-batch, operands, results) -> None, which runs it.
         examining: name of a reduction -> makes the transport for it, from that of the rank: it also examines
             the result while it reduces.
-        examiners: value that an op leaves complete on this rank -> a function that examines it then.
     """
 
     fixed: dict[str, Any]
@@ -57,4 +56,3 @@ class Arena:
     fused: dict[str, Any] = field(default_factory=dict)
     loops: dict[str, Callable[[int, Sequence[Any], Sequence[Any]], None]] = field(default_factory=dict)
     examining: dict[str, Callable[[Transport], Transport]] = field(default_factory=dict)
-    examiners: dict[str, Callable[[], None]] = field(default_factory=dict)
