@@ -92,33 +92,29 @@ def measure_step(name: str, pairs: int) -> list[float]:
         return engine, batch, workers
 
     engine, batch, workers = prepared()
-    checks = [(worker.check, dict(worker.arena.examining)) for worker in workers]
-    assert all(check is not None for check, _ in checks)
+    checks = [worker.check for worker in workers]
+    assert None not in checks
     losses = [engine.run(batch)["loss"] for _ in range(WARMUP)]
     reference, _, unchecked = prepared()
-    _leave_out_check(unchecked)
+    _exchange_checks(unchecked, [None] * len(unchecked))
     others = [reference.run(batch)["loss"] for _ in range(WARMUP)]
     reference.close()
     if losses != others:
         raise SystemExit(f"{name}: losses {losses} and {others} differ; nothing to compare")
 
     def without() -> None:
-        _leave_out_check(workers)
+        _exchange_checks(workers, [None] * len(workers))
         engine.run(batch)
-        for worker, (check, examining) in zip(workers, checks, strict=True):
-            worker.check = check
-            worker.arena.examining.update(examining)
+        _exchange_checks(workers, checks)
 
     ratios = paired(lambda: engine.run(batch), without, pairs, barrier)
     engine.close()
     return ratios
 
 
-def _leave_out_check(workers: Sequence[Any]) -> None:
-    """Run the next steps without the check, and without what it examines in reductions."""
-    for worker in workers:
-        worker.check = None
-        worker.arena.examining.update(dict.fromkeys(worker.arena.examining, lambda transport: transport))
+def _exchange_checks(workers: Sequence[Any], checks: Sequence[Any]) -> None:
+    for worker, check in zip(workers, checks, strict=True):
+        worker.check = check
 
 
 def _no_checksum(data: object) -> str:

@@ -160,7 +160,7 @@ class Compiled:
         values, ranks = self._checked, self.build.ranks
         alone = not mixed and needs_no_message(self.build.parts, values, ranks)
         policy = self.request.training_spec.strategy.nonfinite
-        return Guard(values, ranks, None if alone else control, policy != "warn", mixed)
+        return Guard(values, ranks, None if alone else control, policy != "warn")
 
     @property
     def updates(self) -> dict[int, int]:

@@ -33,7 +33,7 @@ class MatmulAlgorithm:
             attention.
         slices: parts into which "meshslice" cuts the product, so that the communication of one overlaps the
             computation of another. 1 for the others.
-        block: neighbouring rows or columns that stay together when a shard is sliced; None: as many as the
+        block: adjacent rows or columns that stay together when a shard is sliced; None: as many as the
             shards allow, since a slice of few long runs is copied faster than one of many short ones.
         ring: mesh axis along which "wang" moves a matrix as a ring; None: that of the matrix that sends more
             bytes. None for the others.
@@ -91,7 +91,7 @@ class MatmulAlgorithm:
         """
         given = {
             "slices": self.slices != 1,
-            "block": self.block not in (None, 1),
+            "block": self.block is not None,
             "ring": self.ring is not None,
         }
         return tuple(name for name, changed in given.items() if changed)

@@ -173,7 +173,7 @@ def shard_op(
             Mesh axes before the last two are of data parallelism: they split the first dim of tensors and
             results before the axis of the dataflow.
         slices: of "meshslice".
-        block: neighbouring rows or columns that stay together when a shard is sliced. None: as many as the
+        block: adjacent rows or columns that stay together when a shard is sliced. None: as many as the
             shards allow.
         ring: of "wang": mesh axis along which a matrix goes round as a ring of blocks, in the product and in
             both gradients: the last axis for the input (in OS and RS) or the result (LS), the axis before it

@@ -338,7 +338,7 @@ def _letters(op: Op, algorithm: object) -> Letters:
 
 
 def largest_block(product: Product, slices: int) -> int:
-    """Neighbouring rows or columns that can stay together in each of some slices; 1 where `check_slices`
+    """Adjacent rows or columns that can stay together in each of some slices; 1 where `check_slices`
     refuses these slices whatever the block is.
 
     On a mesh whose axes are equally long these are the slices of a shard as a whole, so that each is one run.

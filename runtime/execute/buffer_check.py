@@ -33,7 +33,7 @@ from distgraph.runtime.program.codegen import Writer
 from distgraph.runtime.program.compiled_task import Arena, CompiledTask
 from distgraph.runtime.program.identifiers import literal
 from distgraph.runtime.program.storage import Storage, is_started
-from distgraph.runtime.transport.transport import Array, Examine, Group, Request, Transport, namespace_of
+from distgraph.runtime.transport.transport import Array, Group, Request, Transport, namespace_of
 from distgraph.runtime.transport.watchdog import MESSAGE_TAGS
 
 _Verify = Callable[[], None]
@@ -227,7 +227,7 @@ class CheckedTransport:
 
         return _Checked([request, sum_request], verify)
 
-    def all_reduce(self, buffer: Array, op: str, group: Group, examine: Examine | None = None) -> Request:
+    def all_reduce(self, buffer: Array, op: str, group: Group) -> Request:
         result, copy_result = self._separate_result(buffer, f"is reduced in group {group}", buffer.copy())
         return _Checked([self._transport.all_reduce(result, op, group)], copy_result)
 
@@ -237,13 +237,7 @@ class CheckedTransport:
         return _Checked([self._transport.all_gather(send, result, counts, group)], unchanged, copy_result)
 
     def reduce_scatter(
-        self,
-        send: Array,
-        recv: Array,
-        counts: Sequence[int],
-        op: str,
-        group: Group,
-        examine: Examine | None = None,
+        self, send: Array, recv: Array, counts: Sequence[int], op: str, group: Group
     ) -> Request:
         what, sent = f"is reduced in group {group}", send.copy()  # the result may be a part of it
         (result, copy_result), unchanged = self._separate_result(recv, what), self._unchanged(send, what)

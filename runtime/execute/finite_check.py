@@ -2,11 +2,9 @@
 
 It runs on every rank after all tasks but the optimize tasks, so parameters and states are not yet changed.
 Of a block that several ranks hold, each of them reads an equal part, so that data parallel training reads a
-gradient once and not once a rank. What a rank reduces itself for a collective over MPI, it reads while the
-result is in the cache, and then not again unless that part is not finite. The sum of squares is finite if
-all elements are, unless it overflows, in which case every element is tested. Then the ranks agree on one
-verdict, unless all of them hold the same gradients and these are so small that a message takes longer than
-reading them.
+gradient once and not once a rank. The sum of squares is finite if all elements are, unless it overflows, in
+which case every element is tested. Then the ranks agree on one verdict, unless all of them hold the same
+gradients and these are so small that a message takes longer than reading them.
 
 Invariant: every rank of a program has the same verdict in the same step.
 """
@@ -14,31 +12,25 @@ Invariant: every rank of a program has the same verdict in the same step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
-from distgraph.ir.collective_registry import WIRE, is_collective
+from distgraph.ir.collective_registry import is_collective
 from distgraph.ir.dtypes import is_float
-from distgraph.ir.graph import SOURCES, Op
-from distgraph.ir.op_registry import lookup
+from distgraph.ir.graph import SOURCES
 from distgraph.ir.sharding_spec import DistAttr
 from distgraph.passes.partition import RankProgram
 from distgraph.passes.split_tasks import Parts
 from distgraph.runtime.program.compiled_task import Arena
 from distgraph.runtime.program.storage import Storage
 from distgraph.runtime.schedule.task import UPDATES
-from distgraph.runtime.transport.transport import Array, Examine, Group, Request, Transport
+from distgraph.runtime.transport.transport import Transport
 
 _READ_ALONE = 1 << 20
 """Bytes that a rank reads sooner than a message of a few bytes arrives from another machine (some 50 us)."""
-
-_SQUARABLE = ("f32", "f64")
-"""Dtypes of the values that are read as a sum of squares."""
-_EXAMINED = frozenset({"comm.all_reduce", "comm.reduce_scatter"})
-"""Collectives whose result is the reduction itself, as the transport makes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +43,12 @@ class Guard:
         control: transport for host arrays over which the ranks agree; None where each of them reads all of
             the same values, and so has the same verdict by itself.
         blocks: whether the update is omitted when the check fails.
-        mixed: whether the ranks have devices of several types. Then reductions are not examined, because not
-            all members of a group would do it, and the others read parts of another division.
     """
 
     values: Mapping[str, str]
     ranks: tuple[int, ...]
     control: Transport | None
     blocks: bool
-    mixed: bool = False
 
 
 def checked_values(parts: Parts) -> dict[str, str]:
@@ -108,74 +97,8 @@ def needs_no_message(parts: Parts, values: Mapping[str, str], ranks: Sequence[in
     return same and (len(everyone) == 1 or size <= _READ_ALONE)
 
 
-@dataclass(slots=True)
-class _CheckedBlock:
-    """The block of one value, and what this rank reads of it.
-
-    Attributes:
-        root: name of the block of memory.
-        block: the elements that this rank holds; as a vector if `squarable`.
-        part: those which it reads for all ranks that hold the same block.
-        squarable: whether they are read as a sum of squares.
-        examiner: of the collective that writes the value; None where nothing is examined.
-    """
-
-    root: str
-    block: Any
-    part: Any
-    squarable: bool
-    examiner: _Examiner | None = None
-
-    def is_finite(self) -> bool:
-        """Whether this rank's elements are finite, where NumPy holds them.
-
-        What this rank reduced may be another part than `part`: if it is not finite, the rank reads all.
-        """
-        if self.examiner is None or self.examiner.finite is None:
-            return _is_finite(np, self.part, self.squarable)
-        return self.examiner.finite or _is_finite(np, self.block, self.squarable)
-
-
-class _Examiner:
-    """Examines what this rank reduces for one collective.
-
-    Attributes:
-        finite: whether every part so far is finite as a sum of squares; None if it has seen none.
-    """
-
-    def __init__(self) -> None:
-        self.finite: bool | None = None
-
-    def __call__(self, part: Array) -> None:
-        self.finite = self.finite is not False and math.isfinite(np.dot(part, part))
-
-    def transport(self, transport: Transport) -> Transport:
-        """A transport for the collective."""
-        return cast(Transport, _ExaminingTransport(transport, self))
-
-
-class _ExaminingTransport:
-    """A transport that lets a function examine what its reductions make."""
-
-    def __init__(self, transport: Transport, examine: Examine) -> None:
-        self._transport, self._examine = transport, examine
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-    def all_reduce(self, buffer: Array, op: str, group: Group) -> Request:
-        return self._transport.all_reduce(buffer, op, group, examine=self._examine)
-
-    def reduce_scatter(
-        self, send: Array, recv: Array, counts: Sequence[int], op: str, group: Group
-    ) -> Request:
-        return self._transport.reduce_scatter(send, recv, counts, op, group, examine=self._examine)
-
-
 class FiniteCheck:
     """The finite check of one rank, bound to its memory.
-
-    It enters in `arena.examining` what reduces the values: the tasks must be compiled afterwards.
 
     Attributes:
         passed: verdict of the last check, the same on every rank.
@@ -188,36 +111,21 @@ class FiniteCheck:
         self.passed = True
         self.nonfinite: dict[str, tuple[int, int]] = {}
         self._blocks: list[tuple[str, Any]] = []  # description, block of this rank
-        self._checked: list[_CheckedBlock] = []
-        # where no message is sent for the verdict, every rank reads all, so it does not examine its part only
-        shared = xp is np and guard.control is not None and not guard.mixed
-        examined = _examined(guard.values, program) if shared else {}
-        reductions = {collective: _Examiner() for collective in examined.values()}
-        arena.examining.update((name, examiner.transport) for name, examiner in reductions.items())
+        # block, what this rank reads of it, whether as a sum of squares
+        self._parts: list[tuple[str, Any, bool]] = []
         for name, label in guard.values.items():
-            if name not in program.types or name not in storage.slots:
-                continue
-            root = storage.slots[name].root
-            block = arena.fixed[root]
-            if (kept := storage.parts.get(name)) is not None:
-                block = block.reshape(program.types[kept.whole][0])[kept.where]
-            self._blocks.append((label, block))
-            flat = _squarable(block)
-            if flat is None:
-                self._checked.append(_CheckedBlock(root, block, block, False))
-                continue
-            checked = _CheckedBlock(root, flat, self._part(name, flat, program), True)
-            if name in examined:
-                checked.examiner = reductions[examined[name]]
-            self._checked.append(checked)
-
-    def _part(self, name: str, flat: Any, program: RankProgram) -> Any:
-        """What this rank reads of a value for all ranks that hold the same block."""
-        whole = flat.size == math.prod(program.types[name][0])  # the block has no other values
-        if not whole or self.guard.control is None:
-            return flat
-        number, copies = _share(program.graph.attrs[name], program.rank)
-        return flat[flat.size * number // copies : flat.size * (number + 1) // copies]
+            if name in program.types and name in storage.slots:
+                root = storage.slots[name].root
+                block = arena.fixed[root]
+                if (part := storage.parts.get(name)) is not None:
+                    block = block.reshape(program.types[part.whole][0])[part.where]
+                self._blocks.append((label, block))
+                flat = _squarable(block)
+                whole = block.size == math.prod(program.types[name][0])  # the block has no other values
+                if flat is not None and whole and guard.control is not None:
+                    number, copies = _share(program.graph.attrs[name], program.rank)
+                    flat = flat[flat.size * number // copies : flat.size * (number + 1) // copies]
+                self._parts.append((root, block, False) if flat is None else (root, flat, True))
 
     def local_verdict(self, wait_for: Callable[[str], None]) -> Any:
         """Whether what this rank reads seems finite, as a number on the device; no host waits for it.
@@ -228,17 +136,13 @@ class FiniteCheck:
         verdict: Any = True if self._xp is np else self._xp.ones((), bool)
         if self._xp is np:
             with np.errstate(over="ignore", invalid="ignore"):  # overflow is expected and handled
-                for checked in self._checked:
-                    wait_for(checked.root)
-                    verdict = verdict and checked.is_finite()
-            for checked in self._checked:
-                if checked.examiner is not None:
-                    checked.examiner.finite = None
+                for root, part, squarable in self._parts:
+                    wait_for(root)
+                    verdict = verdict and _is_finite(np, part, squarable)
             return verdict
-        for checked in self._checked:
-            wait_for(checked.root)
-            part = checked.part
-            if checked.squarable:
+        for root, part, squarable in self._parts:
+            wait_for(root)
+            if squarable:
                 verdict = self._xp.isfinite(self._xp.dot(part, part)) & verdict
             else:
                 verdict = self._xp.isfinite(part).all() & verdict
@@ -247,7 +151,7 @@ class FiniteCheck:
     def agree(self, finite: bool) -> bool:
         """Agree with the other ranks. Returns whether all values are finite on all ranks."""
         if not finite and self._xp is not np:  # a sum of squares may overflow
-            finite = all(bool(self._xp.isfinite(checked.part).all()) for checked in self._checked)
+            finite = all(bool(self._xp.isfinite(part).all()) for _, part, _ in self._parts)
         self.passed, self.nonfinite = self._verdict_of_all(finite), {}
         if not self.passed:
             for label, block in self._blocks:
@@ -263,28 +167,6 @@ class FiniteCheck:
         verdict = np.array([0.0 if finite else 1.0], "f4")
         control.all_reduce(verdict, "max", self.guard.ranks).wait()
         return bool(verdict[0] == 0.0)
-
-
-def _examined(values: Iterable[str], program: RankProgram) -> dict[str, str]:
-    """The f32 and f64 values that are results of reductions, or views of them -> the collective.
-
-    This follows from the graph alone, so that the members of a collective agree on it.
-    """
-    producers, collectives = program.graph.producers, {}
-    for value in values:
-        op = producers[value]
-        while _has_elements_of_operand(op, program.graph.micro_batches):
-            op = producers[op.operands[0].name]
-        if op.kind in _EXAMINED and WIRE not in op.attrs and op.results[0].dtype in _SQUARABLE:
-            collectives[value] = op.name
-    return collectives
-
-
-def _has_elements_of_operand(op: Op, micro_batches: int) -> bool:
-    """Whether the result has elements of the operand, and no others."""
-    if op.kind == "accumulate":
-        return micro_batches == 1
-    return bool(lookup(op.kind).view) and not op.kind.startswith("loop.")
 
 
 def all_finite(xp: Any, block: Any) -> bool:

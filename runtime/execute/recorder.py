@@ -142,9 +142,9 @@ class RecordingTransport:
         if name not in MESSAGES:
             return attribute
 
-        def started(*args: Any, **kwargs: Any) -> _RecordedRequest:
+        def started(*args: Any) -> _RecordedRequest:
             start = self._recorder.clock()
-            return _RecordedRequest(attribute(*args, **kwargs), name, self._recorder, start)
+            return _RecordedRequest(attribute(*args), name, self._recorder, start)
 
         return started
 

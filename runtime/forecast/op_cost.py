@@ -26,7 +26,8 @@ from distgraph.runtime.program.storage import Storage, in_one_block, is_fused, n
 __all__ = ["NOTHING", "OpCost", "Work"]
 
 _STRIDED_COPY = "block_slice"
-"""The op that copies as messages are packed: a part of a matrix, which is not in the nearest caches."""
+"""Op whose costs packing a message has: both copy a part of a matrix that is not in the nearest caches. A
+resource file without costs of this op prices both as all ops that are bound by memory."""
 
 
 class OpCost:

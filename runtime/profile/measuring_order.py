@@ -2,14 +2,14 @@
 
 *In:* the items of a profile, its time limit, and what was measured so far.
 *Out:* whether there is time for an item now.
-*Invariant:* whatever the time limit, the first measurements of messages cover a range of sizes, from few to
-all of them, before anything is refined by a second round. Every series of messages, which differ in their
-size alone, has an equal share of the time that is left when the first message is measured. A size that would
-take more than half of the share, or does not fit into what is left of it, is left out for now. Forecasts
-extrapolate from the largest size that was measured, so the range counts more than the number of rounds; and a
-delay lengthens a long message by a smaller part, so that one round of it says as much as several of a short
-one. After its first measurement, an item that takes a larger part of the time limit than `_LONG` waits for
-`FEWEST_ROUNDS` of the others, as do sizes that were left out.
+*Invariant:* in the time that the first round of computation leaves, the first measurements of messages cover
+a range of sizes, from few to all of them, before anything is refined by a second round. Every series of
+messages, which differ in their size alone, has an equal share of the time that is left when the first
+message is measured. A size that would take more than half of the share, or does not fit into what is left of
+it, is left out for now. Forecasts extrapolate from the largest size that was measured, so the range counts
+more than the number of rounds; and a delay lengthens a long message by a smaller part, so that one round of
+it says as much as several of a short one. After its first measurement, an item that takes a larger part of
+the time limit than `_LONG` waits for `FEWEST_ROUNDS` of the others, as do sizes that were left out.
 """
 
 from __future__ import annotations

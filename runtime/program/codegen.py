@@ -45,14 +45,14 @@ class Writer:
         self.makers = program.makers()
         self.bound: dict[str, Any] = {"comm": transport, "xp": xp, "copyto": xp.copyto}
         self.bound |= {"feeds": arena.feeds, "pending": arena.pending}
-        self.bound |= {"examining": arena.examining}
         self.bindings: dict[tuple[str, int], str] = {}  # (hint, id of the object) -> name
         self.identifiers = Identifiers([*self.bound, "m", "work"])
         self.ready: set[str] = set()
         self.foreign: dict[str, list[str]] = {}
         self.lines: list[str] = []
         self.called: list[str] = []  # texts of further functions of the task, which its lines call
-        self.micro, self.task = program.graph.micro_batches, ""
+        self.micro = program.graph.micro_batches
+        self.task = ""
         self.together: list[Call] = []  # ops to be run by one call, which is not written yet
 
     def name(self, value: str) -> str:
@@ -319,10 +319,11 @@ class Writer:
         start = self.bind(f"{function}_start", collectives.CALLS[function])
         call = ", ".join((self.comm(op.result.name), source, *arguments))
         self.line(f"{self.work(op.result.name)} = {start}({call})", op)
-        if in_place and source in self.bound:
-            self.bound[target] = self.bound[source]
-        elif in_place:
+        if in_place:
             self.line(f"{target} = {source}")
+            if source in self.bound:
+                self.lines.pop()
+                self.bound[target] = self.bound[source]
 
     def fused(self, local: LocalOp) -> None:
         """Start a collective of several tensors in the block of its results."""
@@ -410,7 +411,7 @@ class Writer:
 
     def comm(self, value: str) -> str:
         """Text of the transport for the messages of a value."""
-        return f"examining[{literal(value)}](comm)" if value in self.arena.examining else "comm"
+        return "comm"
 
     def arrived(self, value: str, condition: str = "") -> None:
         """Called when the result of a collective or a message can be read. Here it writes nothing.
@@ -493,6 +494,7 @@ class Writer:
             if local.mode == "recv" and local.attrs["recvs"]:
                 name, recvs = local.op.result.name, self.bind("recvs", local.attrs["recvs"])
                 target = self.target(name)
-                call = f"{start}({self.comm(name)}, None, (), {recvs}, {target}, {self.tag(local.attrs)})"
+                comm = self.comm(name)
+                call = f"{start}({comm}, None, (), {recvs}, {target}, {self.tag(local.attrs)})"
                 self.line(f"pending[{literal(name)}, m] = {call}")
         return self.lines or ["    pass"]

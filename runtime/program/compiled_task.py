@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distgraph.runtime.transport import collectives
-from distgraph.runtime.transport.transport import Transport
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +43,6 @@ class Arena:
         sends: root name -> for each of its buffers the unfinished sends from it.
         fused: name of a collective of several tensors -> the block of memory of its results.
         loops: name of a loop -> (micro-batch, operands, results) -> None, which runs it.
-        examining: name of a reduction -> makes the transport for it, from that of the rank: it also examines
-            the result while it reduces.
     """
 
     fixed: dict[str, Any]
@@ -55,4 +52,3 @@ class Arena:
     sends: dict[str, list[list[collectives.Handle]]]
     fused: dict[str, Any] = field(default_factory=dict)
     loops: dict[str, Callable[[int, Sequence[Any], Sequence[Any]], None]] = field(default_factory=dict)
-    examining: dict[str, Callable[[Transport], Transport]] = field(default_factory=dict)

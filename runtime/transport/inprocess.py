@@ -23,7 +23,6 @@ from typing import Any
 from distgraph.errors import RuntimeFault
 from distgraph.runtime.transport.transport import (
     Array,
-    Examine,
     Group,
     Order,
     Request,
@@ -194,7 +193,7 @@ class InProcessTransport:
     def size(self) -> int:
         return self._world.size
 
-    def all_reduce(self, buffer: Array, op: str, group: Group, examine: Examine | None = None) -> Request:
+    def all_reduce(self, buffer: Array, op: str, group: Group) -> Request:
         check_reduction(op, buffer.dtype, "all_reduce")
         mine = flat(buffer, "all_reduce")
 
@@ -219,13 +218,7 @@ class InProcessTransport:
         return self._start("all_gather", group, (tuple(counts), recv.dtype), pair, work)
 
     def reduce_scatter(
-        self,
-        send: Array,
-        recv: Array,
-        counts: Sequence[int],
-        op: str,
-        group: Group,
-        examine: Examine | None = None,
+        self, send: Array, recv: Array, counts: Sequence[int], op: str, group: Group
     ) -> Request:
         check_reduction(op, send.dtype, "reduce_scatter")
         check_counts("reduce_scatter", send.size, counts, group)

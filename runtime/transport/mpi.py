@@ -53,7 +53,6 @@ from distgraph.runtime.transport.process_arrangement import Arrangement
 from distgraph.runtime.transport.progress_thread import ProgressThread
 from distgraph.runtime.transport.transport import (
     Array,
-    Examine,
     Group,
     Request,
     check_counts,
@@ -149,9 +148,9 @@ class MpiTransport:
 
     # -- collectives -------------------------------------------------------------------------------
 
-    def all_reduce(self, buffer: Array, op: str, group: Group, examine: Examine | None = None) -> Request:
+    def all_reduce(self, buffer: Array, op: str, group: Group) -> Request:
         check_reduction(op, buffer.dtype, "all_reduce")
-        steps = self._exchange.all_reduce(flat(buffer, "all_reduce"), op, group, examine)
+        steps = self._exchange.all_reduce(flat(buffer, "all_reduce"), op, group)
         return self._start_collective(f"all_reduce({op}) of {buffer.nbytes} bytes", steps, group)
 
     def all_gather(self, send: Array, recv: Array, counts: Sequence[int], group: Group) -> Request:
@@ -161,19 +160,13 @@ class MpiTransport:
         return self._start_collective(f"all_gather of {recv.nbytes} bytes", steps, group)
 
     def reduce_scatter(
-        self,
-        send: Array,
-        recv: Array,
-        counts: Sequence[int],
-        op: str,
-        group: Group,
-        examine: Examine | None = None,
+        self, send: Array, recv: Array, counts: Sequence[int], op: str, group: Group
     ) -> Request:
         check_reduction(op, send.dtype, "reduce_scatter")
         check_counts("reduce_scatter", send.size, counts, group)
         check_own("reduce_scatter", recv.size, counts, group, self.rank)
         source, target = flat(send, "reduce_scatter"), flat(recv, "reduce_scatter")
-        steps = self._exchange.reduce_scatter(source, target, counts, op, group, examine)
+        steps = self._exchange.reduce_scatter(source, target, counts, op, group)
         return self._start_collective(f"reduce_scatter({op}) of {send.nbytes} bytes", steps, group)
 
     def all_to_all(

@@ -16,7 +16,6 @@ import numpy as np
 from distgraph.errors import RuntimeFault
 from distgraph.runtime.transport.transport import (
     Array,
-    Examine,
     Group,
     even_counts,
     position_in,
@@ -57,7 +56,7 @@ class Exchange:
         self._groups: dict[int, Group] = {}
         self._scratch: dict[int, list[np.ndarray[Any, Any]]] = {}
 
-    def all_reduce(self, mine: Array, op: str, group: Group, examine: Examine | None = None) -> Steps:
+    def all_reduce(self, mine: Array, op: str, group: Group) -> Steps:
         position, others = self._peers(group)
         if not others or not mine.size:
             return
@@ -66,7 +65,7 @@ class Exchange:
             pieces = {peer: self._scratch_array(mine.size, mine.dtype) for peer in others}
             yield self._exchange([(p, mine) for p in others], list(pieces.items()), tag)
             ordered = [mine if rank == self._rank else pieces[rank] for rank in group]
-            reduce_in_order(ordered, op, mine, examine)
+            reduce_in_order(ordered, op, mine)
             self._release(pieces.values())
             return
         places = stretches(even_counts(mine.size, len(group)))
@@ -74,8 +73,7 @@ class Exchange:
         pieces = {peer: self._scratch_array(own_part.size, mine.dtype) for peer in others}
         by_rank = dict(zip(group, places, strict=True))
         yield self._exchange([(p, mine[by_rank[p]]) for p in others], list(pieces.items()), tag)
-        ordered = [own_part if rank == self._rank else pieces[rank] for rank in group]
-        reduce_in_order(ordered, op, own_part, examine)
+        reduce_in_order([own_part if rank == self._rank else pieces[rank] for rank in group], op, own_part)
         self._release(pieces.values())
         yield self._exchange(
             [(p, own_part) for p in others], [(p, mine[by_rank[p]]) for p in others], tag + 1
@@ -89,15 +87,7 @@ class Exchange:
             receives = [(p, recv[by_rank[p]]) for p in others]
             yield self._exchange([(p, send) for p in others], receives, self._tag(group))
 
-    def reduce_scatter(
-        self,
-        send: Array,
-        recv: Array,
-        counts: Sequence[int],
-        op: str,
-        group: Group,
-        examine: Examine | None = None,
-    ) -> Steps:
+    def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int], op: str, group: Group) -> Steps:
         _, others = self._peers(group)
         by_rank = dict(zip(group, stretches(counts), strict=True))
         pieces = {peer: self._scratch_array(recv.size, recv.dtype) for peer in others}
@@ -105,8 +95,7 @@ class Exchange:
             sends = [(p, send[by_rank[p]]) for p in others]
             yield self._exchange(sends, list(pieces.items()), self._tag(group))
         own_part = send[by_rank[self._rank]]
-        ordered = [own_part if rank == self._rank else pieces[rank] for rank in group]
-        reduce_in_order(ordered, op, recv, examine)
+        reduce_in_order([own_part if rank == self._rank else pieces[rank] for rank in group], op, recv)
         self._release(pieces.values())
 
     def all_to_all(

@@ -36,7 +36,6 @@ from distgraph.errors import RuntimeFault
 from distgraph.runtime.transport.group_objects import broadcast_in_group, gather_in_group
 from distgraph.runtime.transport.transport import (
     Array,
-    Examine,
     Group,
     Request,
     Transport,
@@ -175,7 +174,7 @@ class NcclTransport:
 
     # -- collectives -------------------------------------------------------------------------------
 
-    def all_reduce(self, buffer: Array, op: str, group: Group, examine: Examine | None = None) -> Request:
+    def all_reduce(self, buffer: Array, op: str, group: Group) -> Request:
         check_reduction(op, buffer.dtype, "all_reduce")
         flat(buffer, "all_reduce")
         kind, code, pointer = self._type(buffer), _OPS[op], buffer.data.ptr
@@ -200,13 +199,7 @@ class NcclTransport:
         return self._launch("all_gather", group, (send, recv), even if len(set(counts)) == 1 else uneven)
 
     def reduce_scatter(
-        self,
-        send: Array,
-        recv: Array,
-        counts: Sequence[int],
-        op: str,
-        group: Group,
-        examine: Examine | None = None,
+        self, send: Array, recv: Array, counts: Sequence[int], op: str, group: Group
     ) -> Request:
         check_reduction(op, send.dtype, "reduce_scatter")
         check_counts("reduce_scatter", send.size, counts, group)

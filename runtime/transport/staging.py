@@ -27,7 +27,6 @@ import numpy as np
 from distgraph.errors import RuntimeFault
 from distgraph.runtime.transport.transport import (
     Array,
-    Examine,
     Group,
     Request,
     Transport,
@@ -118,7 +117,7 @@ class StagedTransport:
 
     # -- collectives -------------------------------------------------------------------------------
 
-    def all_reduce(self, buffer: Array, op: str, group: Group, examine: Examine | None = None) -> Request:
+    def all_reduce(self, buffer: Array, op: str, group: Group) -> Request:
         if direct := self._direct_to(group):
             return direct.all_reduce(buffer, op, group)
         block = flat(buffer, "all_reduce")
@@ -134,13 +133,7 @@ class StagedTransport:
         return _StagedRequest(self, request, [source], [(target, block)])
 
     def reduce_scatter(
-        self,
-        send: Array,
-        recv: Array,
-        counts: Sequence[int],
-        op: str,
-        group: Group,
-        examine: Examine | None = None,
+        self, send: Array, recv: Array, counts: Sequence[int], op: str, group: Group
     ) -> Request:
         if direct := self._direct_to(group):
             return direct.reduce_scatter(send, recv, counts, op, group)

@@ -22,6 +22,9 @@ from typing import Any, Final
 
 import numpy as np
 
+from distgraph.errors import RuntimeFault
+
+_VARIABLE: Final = "DISTGRAPH_FLUSH_SUBNORMALS"
 _FLUSH: Final = 0x8040  # bits of the register MXCSR: results to zero, operands from zero
 _WORDS, _REGISTER = 8, 7  # 32-bit words of a fenv_t on x86-64, and which of them is MXCSR
 
@@ -40,10 +43,20 @@ def _library() -> Any:
     return library
 
 
+def _is_enabled() -> bool:
+    text = os.environ.get(_VARIABLE, "")
+    if text not in ("", "0", "1"):
+        raise RuntimeFault(f"{_VARIABLE} is {text!r}, expected 1 for zero in place of them, or 0")
+    return text == "1"
+
+
 class FlushedToZero:
     """Context in which subnormal numbers are zero on the thread that enters it, if the user asks for it.
 
-    One object is for one thread at a time.
+    One object is for one thread at a time. Threads that BLAS starts keep their own mode.
+
+    Raises:
+        RuntimeFault: DISTGRAPH_FLUSH_SUBNORMALS is neither 0 nor 1.
 
     Example:
         >>> with FlushedToZero():
@@ -53,7 +66,7 @@ class FlushedToZero:
     __slots__ = ("_before", "_inside", "_library")
 
     def __init__(self) -> None:
-        self._library = None if os.environ.get("DISTGRAPH_FLUSH_SUBNORMALS") != "1" else _library()
+        self._library = _library() if _is_enabled() else None
         self._before, self._inside = (ctypes.c_uint32 * _WORDS)(), (ctypes.c_uint32 * _WORDS)()
         if self._library is not None:
             self._library.fegetenv(self._inside)

@@ -32,8 +32,6 @@ from distgraph.runtime.transport.watchdog import Activity
 
 Array = Any
 """An array of NumPy, of CuPy, or of the namespace of a registered device."""
-Examine = Callable[[Array], None]
-"""Reads a part of the result of a reduction and does not change it."""
 Group = tuple[int, ...]
 """Global ranks in order of position; contains the rank that uses it."""
 
@@ -108,32 +106,16 @@ class Transport(Protocol):
     def size(self) -> int:
         """Number of ranks in the job."""
 
-    def all_reduce(self, buffer: Array, op: str, group: Group, examine: Examine | None = None) -> Request:
-        """Replace `buffer` on every member by its reduction over the members: op is one of `REDUCTIONS`.
-
-        Args:
-            examine: called with each part of the result that this rank reduces itself, while the part is in
-                the cache. It may be called by another thread, but not after `wait` returned. Either the
-                members of the group together call theirs for the whole result, or none of them does.
-        """
+    def all_reduce(self, buffer: Array, op: str, group: Group) -> Request:
+        """Replace `buffer` on every member by its reduction over the members: op is one of `REDUCTIONS`."""
 
     def all_gather(self, send: Array, recv: Array, counts: Sequence[int], group: Group) -> Request:
         """Collect `counts[i]` elements of each member i in `recv` (sum(counts) elements), in group order."""
 
     def reduce_scatter(
-        self,
-        send: Array,
-        recv: Array,
-        counts: Sequence[int],
-        op: str,
-        group: Group,
-        examine: Examine | None = None,
+        self, send: Array, recv: Array, counts: Sequence[int], op: str, group: Group
     ) -> Request:
-        """Reduce `send` (sum(counts) elements) over the members; `recv` of member i gets the i-th stretch.
-
-        Args:
-            examine: as in `all_reduce`, of `recv`.
-        """
+        """Reduce `send` (sum(counts) elements) over the members; `recv` of member i gets the i-th stretch."""
 
     def all_to_all(
         self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int], group: Group
@@ -294,23 +276,14 @@ def position_in(group: Group, rank: int, what: str) -> int:
         raise RuntimeFault(f"{what}: rank {rank} is not in the group {group}") from None
 
 
-def reduce_in_order(pieces: Sequence[Array], op: str, out: Array, examine: Examine | None = None) -> None:
+def reduce_in_order(pieces: Sequence[Array], op: str, out: Array) -> None:
     """Reduce equally long flat arrays by position into `out`, which may be one of them.
 
     16-bit floats are accumulated in f32 and rounded once at the end. Overflow gives inf without a
     warning: whether a gradient that overflows is a mistake is for the program to decide.
-
-    Args:
-        examine: called with each part of `out` as soon as it is reduced.
     """
     with np.errstate(over="ignore", invalid="ignore"):
-        if examine is None:
-            _reduce_in_order(pieces, op, out)
-            return
-        for start in range(0, out.size, _CHUNK):
-            part = slice(start, start + _CHUNK)
-            _reduce_in_order([piece[part] for piece in pieces], op, out[part])
-            examine(out[part])
+        _reduce_in_order(pieces, op, out)
 
 
 def _reduce_in_order(pieces: Sequence[Array], op: str, out: Array) -> None:

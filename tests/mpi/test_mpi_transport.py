@@ -61,26 +61,6 @@ def test_same_bits_as_threads(transport: MpiTransport) -> None:
         np.testing.assert_array_equal(mine, other)
 
 
-@pytest.mark.parametrize("size", [3, 20_000, 300_001])
-def test_members_together_examine_what_is_reduced(transport: MpiTransport, size: int) -> None:
-    everyone = tuple(range(transport.size))
-    counts = cases.uneven(size, transport.size)
-    x = cases.data(transport.rank, (size,), "float64")
-    want = cases.fold("sum", [cases.data(rank, (size,), "float64") for rank in everyone])
-    mine = np.empty(counts[transport.rank])
-    scattered: list[np.ndarray] = []
-    transport.reduce_scatter(x, mine, counts, "sum", everyone, lambda p: scattered.append(p.copy())).wait()
-    np.testing.assert_array_equal(np.concatenate([np.empty(0), *scattered]), mine)
-    parts: list[np.ndarray] = []
-    transport.all_reduce(x, "sum", everyone, lambda part: parts.append(part.copy())).wait()
-    np.testing.assert_array_equal(x, want)
-    gathered = transport.gather_objects(np.concatenate([np.empty(0), *parts]))
-    if gathered is not None and x.nbytes * (transport.size - 1) > 1 << 16:  # each reduces its part
-        np.testing.assert_array_equal(np.concatenate(gathered), want)
-    elif gathered is not None:  # each reduces all
-        assert all(np.array_equal(part, want) for part in gathered)
-
-
 def test_a_message_of_another_length_is_refused(transport: MpiTransport) -> None:
     if transport.rank == 0:
         transport.send(np.zeros(3), 1, 5).wait()

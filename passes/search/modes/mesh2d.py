@@ -270,7 +270,7 @@ def layer_algorithms(
         tuning: its slices, and for Wang's algorithm its rings.
         mesh: of two axes, or three with one for data first.
         name: of the algorithm.
-        block: neighbouring rows or columns that stay together at least when a shard is sliced.
+        block: adjacent rows or columns that stay together at least when a shard is sliced.
     """
     three = []
     for product in tuning.products:

@@ -20,24 +20,24 @@ def simulated(
     Messages take 1 ms and their bytes; measuring one takes 0.1 s or two of them, beside products three.
     """
     chosen = {p.name: p for p in patterns(ranks, 2.0**26, shared=True, machines=machines or range(ranks))}
-    order, now, found = MeasuringOrder(limit, chosen), 0.0, {name: list[float]() for name in chosen}
+    order, elapsed, ends = MeasuringOrder(limit, chosen), 0.0, {name: list[float]() for name in chosen}
     for round_ in range(8):
         for name, pattern in chosen.items():
-            if not order.has_time(name, round_, limit - now):
+            if not order.has_time(name, round_, limit - elapsed):
                 continue
             seconds = 1e-3 + pattern.nbytes / rate
             duration = max(0.1, (3 if pattern.overlapped else 2) * seconds)
-            now += duration
+            elapsed += duration
             order.note(name, duration, seconds)
-            found[name].append(now)
-    assert now <= limit
-    return found, order
+            ends[name].append(elapsed)
+    assert elapsed <= limit
+    return ends, order
 
 
-def largest(found: dict[str, list[float]], chosen: Callable[[Pattern], bool], order: MeasuringOrder) -> int:
+def largest(ends: dict[str, list[float]], chosen: Callable[[Pattern], bool], order: MeasuringOrder) -> int:
     """The least over the series of the largest size that was measured."""
     sizes: dict[object, int] = {}
-    for name, times in found.items():
+    for name, times in ends.items():
         pattern = order.patterns[name]
         if chosen(pattern) and times:
             series = pattern.kind, pattern.groups, pattern.overlapped
@@ -55,25 +55,25 @@ def test_sizes_are_halved_from_coarse_to_fine() -> None:
 @pytest.mark.parametrize(("limit", "expected"), [(15.0, 4 * MIB), (50.0, 16 * MIB), (150.0, 64 * MIB)])
 def test_every_time_limit_covers_a_range_of_sizes(limit: float, expected: int) -> None:
     """On a link of 400 Mbit/s, which needs 1.3 s for 64 MiB; messages beside products have 16 MiB at most."""
-    found, order = simulated(limit, 2, 50e6)
-    assert largest(found, lambda p: p.kind != "attend" and not p.overlapped, order) == expected
-    assert largest(found, lambda p: p.overlapped, order) == min(expected, 16 * MIB)
+    ends, order = simulated(limit, 2, 50e6)
+    assert largest(ends, lambda p: p.kind != "attend" and not p.overlapped, order) == expected
+    assert largest(ends, lambda p: p.overlapped, order) == min(expected, 16 * MIB)
 
 
 def test_the_range_is_covered_before_a_second_round() -> None:
-    found, order = simulated(100.0, 2, 50e6)
-    again = min(times[1] for times in found.values() if len(times) > 1)
-    firsts = {name: times[0] for name, times in found.items() if times}
+    ends, order = simulated(100.0, 2, 50e6)
+    again = min(times[1] for times in ends.values() if len(times) > 1)
+    firsts = {name: times[0] for name, times in ends.items() if times}
     assert all(time < again for name, time in firsts.items() if order.patterns[name].nbytes <= 16 * MIB)
-    short = [times for name, times in found.items() if order.patterns[name].nbytes <= MIB]
+    short = [times for name, times in ends.items() if order.patterns[name].nbytes <= MIB]
     assert min(map(len, short)) >= 3
 
 
 def test_a_slow_series_does_not_take_the_time_of_others() -> None:
     """Within the machines messages are short: their large sizes are measured, whatever those between take."""
-    found, order = simulated(60.0, 4, 50e6, (0, 0, 1, 1))
-    assert largest(found, lambda p: p.kind != "attend", order) >= MIB
-    assert all(found.values()) or any(p.nbytes > MIB for n, p in order.patterns.items() if not found[n])
+    ends, order = simulated(60.0, 4, 50e6, (0, 0, 1, 1))
+    assert largest(ends, lambda p: p.kind != "attend", order) >= MIB
+    assert all(ends.values()) or any(p.nbytes > MIB for n, p in order.patterns.items() if not ends[n])
 
 
 def test_a_long_item_is_repeated_after_three_rounds_of_others() -> None:

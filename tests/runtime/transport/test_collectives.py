@@ -52,18 +52,6 @@ def test_result_may_be_any_of_the_pieces(position: int, rng: np.random.Generator
     np.testing.assert_array_equal(pieces[position], want)
 
 
-@pytest.mark.parametrize("number", [1, 2, 3])
-@pytest.mark.parametrize("size", [0, 5, 1 << 15, 100_003])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_part_of_a_result_is_examined_once_it_is_reduced(number: int, size: int, dtype: str) -> None:
-    pieces = [cases.data(rank, (size,), dtype) for rank in range(number)]
-    want = cases.fold("sum", pieces)
-    parts: list[np.ndarray] = []
-    reduce_in_order(pieces, "sum", pieces[0], lambda part: parts.append(part.copy()))
-    np.testing.assert_array_equal(np.concatenate([np.empty(0, want.dtype), *parts]), want)
-    np.testing.assert_array_equal(pieces[0], want)
-
-
 def test_overflow_is_infinite_and_silent() -> None:
     """Warnings are errors in this suite."""
     out = np.full(3, 3e38, np.float32)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from distgraph.array_api.trace import trace
+from distgraph.errors import RuntimeFault
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.passes.pass_pipeline import run_passes
 from distgraph.passes.pass_registry import PassContext
@@ -59,6 +60,12 @@ def test_steps_flush_subnormal_numbers_on_request(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("DISTGRAPH_FLUSH_SUBNORMALS", "1")
     np.testing.assert_array_equal(doubled(TINY), 0 * TINY)
     assert not flushes()
+
+
+def test_other_values_of_the_variable_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISTGRAPH_FLUSH_SUBNORMALS", "yes")
+    with pytest.raises(RuntimeFault, match="FLUSH_SUBNORMALS is 'yes', expected 1"):
+        FlushedToZero()
 
 
 def test_the_thread_that_adds_up_messages_flushes_too(monkeypatch: pytest.MonkeyPatch) -> None:

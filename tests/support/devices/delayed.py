@@ -31,10 +31,10 @@ class Delayed:
         if name in ("rank", "size"):
             return found
 
-        def call(*args: Any, **options: Any) -> Any:
+        def call(*args: Any) -> Any:
             if name in ("barrier", "gather_objects", "broadcast_object"):
                 self.drive()
-            result = found(*args, **options)
+            result = found(*args)
             return _Request(self, result) if hasattr(result, "wait") else result
 
         return call

@@ -54,7 +54,7 @@ class JitteryTransport:
         attribute = getattr(self._transport, name)
         if name not in MESSAGES:
             return attribute
-        return lambda *given, **options: _Waiting(self, attribute(*given, **options))
+        return lambda *arguments: _Waiting(self, attribute(*arguments))
 
     def send(self, buffer: Any, dest: int, tag: int) -> _Waiting:
         due = time.monotonic() + self._longest * float(self._rng.random())

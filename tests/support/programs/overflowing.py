@@ -8,7 +8,7 @@ import numpy as np
 from support.programs.training import INPUTS, OUTPUTS, Net
 
 import distgraph as dg
-from distgraph import ops, optim
+from distgraph import nn, ops, optim
 
 
 def loss(output: Any, target: Any) -> Any:
@@ -34,3 +34,24 @@ def engine(layout: str = "serial", policy: str = "raise", micro: int = 1, **give
     given.setdefault("optimizer", optim.Adam(lr=0.01))
     strategy = dg.Strategy(nonfinite=policy, micro_batches=micro)
     return dg.Engine(Net(layout), loss, strategy=strategy, seed=5, **given)
+
+
+class Scale(nn.Module):
+    """A vector of ones whose gradient is not finite exactly where all rows of the input are 0."""
+
+    def __init__(self, size: int) -> None:
+        self.scale = nn.Parameter((size,), init=("ones",))
+
+    def forward(self, x: Any) -> Any:
+        return ops.mean(ops.sqrt(self.scale * x))
+
+
+class Scales(nn.Module):
+    """Several such vectors, one beside the other; the squares of their gradients overflow for large inputs."""
+
+    def __init__(self, number: int, size: int) -> None:
+        self.scales, self.size = [Scale(size) for _ in range(number)], size
+
+    def forward(self, x: Any) -> Any:
+        parts = [scale(x[:, n * self.size : (n + 1) * self.size]) for n, scale in enumerate(self.scales)]
+        return sum(parts, start=parts[0]) * 1e9
