@@ -91,7 +91,7 @@ class MatmulAlgorithm:
         """
         given = {
             "slices": self.slices != 1,
-            "block": self.block is not None,
+            "block": self.block not in (None, 1),
             "ring": self.ring is not None,
         }
         return tuple(name for name, changed in given.items() if changed)

@@ -47,7 +47,7 @@ class Scale(nn.Module):
 
 
 class Scales(nn.Module):
-    """Several such vectors, one beside the other; the squares of their gradients overflow for large inputs."""
+    """Such vectors side by side; the squares of their gradients overflow for large inputs."""
 
     def __init__(self, number: int, size: int) -> None:
         self.scales, self.size = [Scale(size) for _ in range(number)], size
