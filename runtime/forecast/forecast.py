@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 
 from distgraph.errors import ResourceError
 from distgraph.ir.graph import Op
-from distgraph.passes.partition import LocalTask, RankProgram
+from distgraph.passes.partition import RankProgram
 from distgraph.plan.forecast_errors import ForecastErrors, Interval, Uncertain
 from distgraph.resources import Cluster, ComputeCost, RankMapping
 from distgraph.resources.runtimes.load_runtime import default_runtime, load_runtime
@@ -43,15 +43,15 @@ from distgraph.runtime.forecast.rank_equivalence import (
     RankClass,
     representative_ranks,
 )
-from distgraph.runtime.forecast.stream_model import Streams, TaskTime, scatters_gradients
+from distgraph.runtime.forecast.rank_tasks import time_tasks
+from distgraph.runtime.forecast.stream_model import Streams
 from distgraph.runtime.forecast.task_forecast import (
     TaskForecast,
     gathering,
-    remaining,
-    renamed,
     sent_bytes,
     waiting,
 )
+from distgraph.runtime.forecast.task_time import TaskTime
 from distgraph.runtime.program.build import Build
 from distgraph.runtime.program.kernel_workspace import task_workspace
 from distgraph.runtime.program.ring_buffer_sizes import rank_clocks
@@ -392,39 +392,9 @@ class StepForecaster:
 
     def time_tasks(self, timed: TimedRank) -> None:
         """Time the tasks of a rank in their order, for a micro-batch in the middle and for the last one."""
-        rank, program, streams = timed.rank, timed.program, timed.streams
-        tasks = {task.name: task for task in program.tasks}
-        scattered = self.runtime_of(self.devices[rank]).gradients.each_micro_batch
-        speeds = {name: self.speed(name, rank) for name in timed.task_names}
-        bodies = {
-            name: streams.run(
-                tasks[other],
-                last=scattered and scatters_gradients(tasks[other]),
-                trace=self.trace,
-                speed=speeds[name],
-            )
-            for name, other in timed.task_names.items()
-            if tasks[other].per_micro
-        }
-        newest = program.graph.micro_batches - 1
-        pending: dict[str, float] = {}
-        postponed: list[LocalTask] = []
-        for name, micro in self.build.schedule.order(rank):
-            if name in bodies and micro != newest:
-                pending = remaining(pending, bodies[name].seconds) if pending else pending
-                continue
-            task = tasks[timed.task_names[name]]
-            after = None if task.per_micro else pending
-            ends = not task.per_micro and task.kind != "load"
-            reduced, speed = postponed if ends else [], speeds[name]
-            last = streams.run(
-                task, last=True, pending=after, postponed=reduced, trace=self.trace, speed=speed
-            )
-            postponed = [] if ends else [*postponed, *([task] if streams.postpones(task) else [])]
-            pending = {} if not task.per_micro else {**remaining(pending, last.seconds), **last.late}
-            body, last = (renamed(time, timed.values_here) for time in (bodies.get(name, last), last))
-            stage = self.build.parts.stages[name]
-            self.times.setdefault(name, []).append(TaskForecast(name, task.kind, stage, rank, body, last))
+        speeds = {name: self.speed(name, timed.rank) for name in timed.task_names}
+        for times in time_tasks(self.build, timed, speeds, trace=self.trace):
+            self.times.setdefault(times.name, []).append(times)
 
     def speed(self, task: str, rank: int) -> float:
         """How many times as fast as stated a rank computes in a task: as the slowest that it represents."""

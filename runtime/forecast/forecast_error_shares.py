@@ -22,7 +22,7 @@ from distgraph.resources import Cluster
 from distgraph.resources.cluster import Device
 from distgraph.resources.runtimes.runtime_model import RuntimeModel
 from distgraph.resources.units import Origin
-from distgraph.runtime.forecast.stream_model import TaskTime
+from distgraph.runtime.forecast.task_time import TaskTime
 
 ASSUMED: Final = {"measured": 0.1, "fitted": 0.1, "published": 0.15, "data sheet": 0.3, "guess": 0.5}
 """Relative error within which a number lies with a probability of 80 % if its origin does not state one."""

@@ -16,16 +16,16 @@ the task.
     compute  | matmul | matmul |  wait  | add |            exposed = wait
     communicate       | all_reduce      |
 
-Collectives that the last micro-batch starts for the optimize task (`late`) overlap with the tasks that
-follow. Which collectives overlap with computation is a matter of the runtime (`RuntimeModel.overlap`): the
-program waits for the others where they start.
+Collectives that the last micro-batch starts for the optimize task (`late`), and those of a load task
+(`InFlight`), overlap with the tasks that follow. Which collectives overlap with computation is a matter of
+the runtime (`RuntimeModel.overlap`): the program waits for the others where they start.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from distgraph.ir.collective_registry import EACH_MICRO_BATCH
 from distgraph.ir.graph import Op
@@ -33,54 +33,11 @@ from distgraph.passes.partition import LocalOp, LocalTask, RankProgram
 from distgraph.resources.runtimes.load_runtime import default_runtime
 from distgraph.resources.runtimes.runtime_model import Purpose, RuntimeModel
 from distgraph.runtime.forecast.communication_cost import Message, TrafficCost
+from distgraph.runtime.forecast.in_flight import NOTHING_IN_FLIGHT, Channel, InFlight
 from distgraph.runtime.forecast.op_cost import NOTHING, OpCost, Work
+from distgraph.runtime.forecast.task_time import Span, TaskTime, repeated
 from distgraph.runtime.program.loop_plan import plan_loop
 from distgraph.runtime.program.storage import Storage, is_started
-
-Channel = tuple[str, tuple[int, ...], int]
-"""Kind of the link that decides, ranks of the group, and a number where exchanges share no links."""
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """One op on a stream (compute, communicate or send): its start relative to its task, and its seconds."""
-
-    stream: str
-    op: str
-    kind: str
-    scope: str
-    start: float
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class TaskTime:
-    """One run of a task on one rank, in seconds.
-
-    Attributes:
-        seconds: from start to end.
-        compute: part of `seconds` that is computation. The part that is neither `compute` nor `exposed` is
-            spent waiting for the host.
-        exposed: part of `seconds` in which the device waits for communication or works for it.
-        communication: sum over all collectives, overlapped or not.
-        flops: floating point operations of the contractions.
-        wire: kind of link -> bytes that all ranks of the task send over it.
-        linked: kind of link -> seconds of collectives and messages over it, overlapped or not.
-        sends: transfer op -> seconds from the start of the task until its bytes have arrived.
-        late: value -> seconds from the end of the task until the collective that computes it ends.
-        spans: ops by stream; empty unless requested.
-    """
-
-    seconds: float
-    compute: float
-    exposed: float
-    communication: float
-    flops: float
-    wire: Mapping[str, float] = field(default_factory=dict)
-    linked: Mapping[str, float] = field(default_factory=dict)
-    sends: Mapping[str, float] = field(default_factory=dict)
-    late: Mapping[str, float] = field(default_factory=dict)
-    spans: tuple[Span, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +90,7 @@ class Streams:
         last: bool,
         pending: Mapping[str, float] | None = None,
         postponed: Sequence[LocalTask] = (),
+        in_flight: InFlight = NOTHING_IN_FLIGHT,
         trace: bool = False,
         speed: float = 1.0,
     ) -> TaskTime:
@@ -144,16 +102,22 @@ class Streams:
                 step.
             pending: value -> seconds until the collective of another task that computes it ends.
             postponed: tasks whose reductions of gradients run before the ops of this one; see `postpones`.
+            in_flight: collectives of a load task that are under way when the task starts.
             trace: whether to list the spans.
             speed: how many times as fast as the resource file says the device computes.
         """
         last = last or not task.per_micro
-        return _Run(self, task, last, dict(pending or {}), trace, speed).time(postponed)
+        return _Run(self, task, last, dict(pending or {}), in_flight, trace, speed).time(postponed)
 
     def postpones(self, task: LocalTask) -> bool:
         """Whether the reductions of gradients in a task run after all micro-batches (`Gradients.reduce`)."""
         scatters = self.runtime.gradients.each_micro_batch and scatters_gradients(task)
         return self._reduces_at_end and task.per_micro and task.kind != "forward" and not scatters
+
+    def hands_on(self, task: LocalTask) -> bool:
+        """Whether later tasks wait for the collectives of a task: the gathers of a load task whose runtime
+        does not gather parameters where they are used (`Parameters.gather`)."""
+        return task.kind == "load" and self.runtime.parameters.gather != "use"
 
     def reductions(self, task: LocalTask) -> list[_PricedOp]:
         """The ops that reduce the gradients of a task; sends to other stages stay where they are."""
@@ -193,7 +157,7 @@ class Streams:
         copies = Work("memory", nbytes=2 * plan.copied)
         seconds = self.ops.seconds(copies) if plan.copied else 0.0
         times.append(TaskTime(seconds, seconds, 0.0, 0.0, 0.0))
-        return _repeated(times, plan.loop.turns)
+        return repeated(times, plan.loop.turns)
 
     def _message_cost(self, program: RankProgram, local: LocalOp) -> Message:
         if local.mode == "send":
@@ -254,24 +218,6 @@ class Streams:
         return streams
 
 
-def _repeated(times: Sequence[TaskTime], turns: int) -> TaskTime:
-    """Times that follow one another, a number of times."""
-
-    def total(of: Callable[[TaskTime], float]) -> float:
-        return turns * sum(map(of, times))
-
-    links = {link for time in times for link in (*time.wire, *time.linked)}
-    return TaskTime(
-        total(lambda time: time.seconds),
-        total(lambda time: time.compute),
-        total(lambda time: time.exposed),
-        total(lambda time: time.communication),
-        total(lambda time: time.flops),
-        {link: turns * sum(time.wire.get(link, 0.0) for time in times) for link in links},
-        {link: turns * sum(time.linked.get(link, 0.0) for time in times) for link in links},
-    )
-
-
 def scatters_gradients(task: LocalTask) -> bool:
     """Whether the last run of a task scatters the sums of gradients, so that a rank keeps a part of them."""
     return any(local.tail and local.mode == "comm.reduce_scatter" for local in task.ops)
@@ -284,6 +230,7 @@ class _Run:
         task: LocalTask,
         last: bool,
         pending: dict[str, float],
+        in_flight: InFlight,
         trace: bool,
         speed: float = 1.0,
     ) -> None:
@@ -291,13 +238,16 @@ class _Run:
         self.storage = streams.storage
         self.clock = self.exposed = self.compute = self.communication = self.flops = 0.0
         self.issued = 0  # ops and collectives that the host has handed to the device
-        self.channels: dict[Channel, float] = {}  # time at which each becomes free
-        self.latest: dict[Channel, Op] = {}  # its last communication
+        self.channels = dict(in_flight.channels)  # time at which each becomes free
+        self.latest = dict(in_flight.latest)  # its last communication
         self.outgoing = 0.0  # time at which messages to other meshes have been sent
-        self.ends: dict[str, float] = {}  # value -> end of the collective that computes it
-        self.busy: dict[str, float] = {}  # value -> remaining work of the device for its collective
-        self.carrier: dict[str, Channel] = {}  # value -> channel of its collective
+        self.ends = dict(in_flight.ends)  # value -> end of the collective that computes it
+        self.busy = dict(in_flight.busy)  # value -> remaining work of the device for its collective
+        self.carrier = dict(in_flight.carriers)  # value -> channel of its collective
         slots, producers = streams.storage.slots, streams.program.graph.producers
+        self.foreign = {
+            slots[value.name].root: name for name in in_flight.ends for value in producers[name].results
+        }  # memory -> value of another task's collective
         self.pending = {
             slots[value.name].root: end for name, end in pending.items() for value in producers[name].results
         }
@@ -315,14 +265,13 @@ class _Run:
             if local.tail and (not self.last or (later and local.mode != "send")):
                 continue
             self._wait_for(step.waits)
-            for value in local.op.operands if self.pending and local.mode != "recv" else ():
-                if value.name in self.storage.slots:
-                    self._wait(self.pending.pop(self.storage.slots[value.name].root, 0.0))
+            if (self.pending or self.foreign) and local.mode != "recv":
+                self._wait_for_other_tasks(local)
             self._execute(step)
         self._wait_for(self.storage.waits.get((self.task.name, len(self.task.ops)), ()))
         phase = self.streams.program.parts.phase
         late: dict[str, float] = {}
-        for name in self.storage.late[self.task.name]:
+        for name in () if self.streams.hands_on(self.task) else self.storage.late[self.task.name]:
             if name in self.ends:
                 if phase[name] == 2 and self.task.per_micro:
                     work = self.busy.pop(name)
@@ -346,8 +295,18 @@ class _Run:
             self.linked,
             self.sends,
             remaining,
+            self._in_flight(),
             tuple(self.spans),
         )
+
+    def _in_flight(self) -> InFlight:
+        """What is under way at the end of the task, for later tasks."""
+        own = self.storage.late[self.task.name] if self.streams.hands_on(self.task) else ()
+        names = {*self.foreign.values(), *own}
+        ends = {name: end for name, end in self.ends.items() if name in names}
+        if not ends:
+            return NOTHING_IN_FLIGHT
+        return InFlight(ends, self.busy, self.carrier, self.channels, self.latest).after(self.clock)
 
     def _reduce(self, reductions: Sequence[_PricedOp]) -> None:
         """Run the reductions of gradients of another task to their end."""
@@ -355,6 +314,12 @@ class _Run:
             self._wait_for(step.waits)
             self._execute(step)
         self._wait_for(tuple(self.ends))
+
+    def _wait_for_other_tasks(self, local: LocalOp) -> None:
+        slots = self.storage.slots
+        for root in [slots[value.name].root for value in local.op.operands if value.name in slots]:
+            self._wait(self.pending.pop(root, 0.0))
+            self._wait_for((self.foreign.pop(root, ""),))
 
     def _wait_for(self, values: tuple[str, ...]) -> None:
         for value in values:
@@ -440,7 +405,7 @@ class _Run:
         end = start + message.seconds
         for other, busy in self.channels.items():
             if other != channel and busy > start and self._contend(other, message.link, local.op):
-                shared = min(message.seconds, (busy - start) / 2)
+                shared = min(message.seconds, busy - start)
                 end += shared
                 self._delay(other, start, shared)
         self.communication += message.seconds

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from distgraph.runtime.forecast.stream_model import TaskTime
+from distgraph.runtime.forecast.in_flight import NOTHING_IN_FLIGHT
+from distgraph.runtime.forecast.task_time import TaskTime
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +63,10 @@ def gathering(tasks: Mapping[str, TaskForecast]) -> dict[str, TaskForecast]:
 
 
 def renamed(time: TaskTime, names: Mapping[str, str]) -> TaskTime:
-    """The times with other names for values."""
+    """The times with other names for values, without what is in flight."""
     sends = {names[sent]: end for sent, end in time.sends.items()}
-    return replace(time, sends=sends, late={names[value]: end for value, end in time.late.items()})
+    late = {names[value]: end for value, end in time.late.items()}
+    return replace(time, sends=sends, late=late, in_flight=NOTHING_IN_FLIGHT)
 
 
 def remaining(pending: Mapping[str, float], seconds: float) -> dict[str, float]:

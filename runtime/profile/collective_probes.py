@@ -4,9 +4,10 @@
 *Out:* seconds of every collective on every group of ranks along an axis of a mesh.
 *Invariant:* all groups of a pattern communicate at the same time, as in training, and the slowest group
 counts. The time of a pattern is the median over runs; on ranks that share cores it is the mean over runs
-minus the computation before them (`shared_cores`). What no computation hides of a collective is the time by
-which it lengthens products that are computed between its start and the wait for it. A pattern that takes long
-is run less often in a round, so that the time suffices for several rounds, which are further apart than runs.
+minus that of the computation before them (`shared_cores`). What no computation hides of a collective is the
+time by which it lengthens products that are computed between its start and the wait for it. A pattern that
+takes long is run less often in a round, so that the time suffices for several rounds, which are further apart
+than runs.
 
 The buffer that is sent is written right before each run, as in a step, because reading freshly written bytes
 from the cache of another core takes longer.
@@ -30,6 +31,7 @@ from distgraph.runtime.profile.shared_cores import (
     RunTime,
     behind_work,
     message_work,
+    runs_in_quota,
     under_work,
     write,
 )
@@ -75,13 +77,6 @@ class Pattern:
         behind = f" behind {1e3 * self.work:g} ms" if self.work else ""
         beside = " beside products" if self.overlapped else ""
         return f"{self.kind}{behind}{beside}/{groups}/{self.nbytes}"
-
-    @property
-    def waits_for_all(self) -> bool:
-        """Whether a rank of a group ends only after all others of the group have begun."""
-        if self.kind == "permute":  # a rank waits for the one before it
-            return len(self.groups[0]) == 2
-        return self.kind not in COLLECTIVES or "root" not in COLLECTIVES[self.kind].parameters
 
 
 def axis_groups(ranks: int) -> tuple[tuple[Group, ...], ...]:
@@ -177,9 +172,12 @@ def measure(transport: Transport, pattern: Pattern, repeats: int, cores: CoreSha
         seconds = min(max(WORK_SECONDS, slowest / share), MOST_WORK_SECONDS)
         repeats = _runs(repeats, 2 * (share * seconds + period))
         return under_work(start, sent, repeats, faster * seconds, cores.period)
-    repeats = _runs(repeats, slowest + share * pattern.work)
     if cores.shared:
-        return behind_work(start, sent, repeats, trips, faster * pattern.work, cores.period)
+        computing = 2 * share * pattern.work  # by itself, and before the collective
+        repeats = runs_in_quota(_runs(repeats, slowest + computing), period, computing)
+        meet = transport.barrier
+        return behind_work(start, sent, repeats, trips, faster * pattern.work, meet, cores.period)
+    repeats = _runs(repeats, slowest)
     if start is None:
         return RunTime(0.0)
     spans = []

@@ -362,6 +362,34 @@ def fit_links(cluster: Cluster, messages: Sequence[Message]) -> LinkFit:
     )
 
 
+def link_bounds(cluster: Cluster, messages: Sequence[Message]) -> list[float]:
+    """Least seconds of every message: those for which its bytes use the slowest link on their way.
+
+    The seconds of a byte on a link are those of the largest message of every collective and pattern of
+    groups, whose time a delay of a rank changes least; of these the lower quartile, because a collective that
+    sends more bytes than the cheapest algorithm would makes a link look slow.
+
+    Raises:
+        ResourceError: no message was measured.
+    """
+    origins = list(dict.fromkeys(link.origin for link in cluster.links))
+    fit = fit_links(cluster, messages)
+    x = np.array([fit.launch, *(fit.latency.get(o, 0.0) for o in origins), *(0.0 for _ in origins)])
+    x[1 + len(origins) :] = [1 / fit.bandwidth[o] if o in fit.bandwidth else 0.0 for o in origins]
+    present = _with_numbers(_with_initial_numbers(cluster), origins, x)
+    used = _link_rows(present, origins, messages, 1e-12)[:, 1 + len(origins) :]
+    largest: dict[tuple[str, object, object], int] = {}
+    for place, message in enumerate(messages):
+        key = message.kind, message.group, message.concurrent
+        if key not in largest or messages[largest[key]].nbytes < message.nbytes:
+            largest[key] = place
+    bounds = np.zeros(len(messages))
+    for column in used.T:
+        per_byte = [messages[place].seconds / column[place] for place in largest.values() if column[place]]
+        bounds += column * (np.quantile(per_byte, 0.25) if per_byte else 0.0)
+    return [float(seconds) for seconds in bounds]
+
+
 def _typical_seconds(messages: Sequence[Message]) -> Vector:
     """What the errors of messages are relative to: their seconds, but no less than half of what is usual.
 

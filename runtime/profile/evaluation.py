@@ -28,6 +28,7 @@ from distgraph.runtime.profile.cost_fitting import (
     Message,
     fit_compute,
     fit_links,
+    link_bounds,
     robust,
 )
 from distgraph.runtime.profile.measurements import kept_runs, other_uses
@@ -77,7 +78,7 @@ def evaluate(cluster: Cluster, runs: Runs, ranks: int = 1, sharing: CoreSharing 
     timed = [(pattern, seconds) for pattern, seconds in timed if pattern.kind != kind_of_work]
     shared = max((pattern.work for pattern, _ in timed), default=0.0)
     sent = [
-        Message(pattern.kind, pattern.groups[0], pattern.groups[1:], pattern.nbytes, seconds)
+        _message(pattern, seconds)
         for pattern, seconds in timed
         if pattern.work == shared and not pattern.overlapped
     ]
@@ -86,7 +87,7 @@ def evaluate(cluster: Cluster, runs: Runs, ranks: int = 1, sharing: CoreSharing 
             f"profile: the seconds sufficed for computation but not for the links between {ranks} ranks; run "
             f"the same command again, which goes on from there, or give more --seconds"
         )
-    tables = _tables(cluster, timed, shared)
+    tables = _tables(cluster, _bounded_by_links(cluster, timed), shared)
     network_busy = _network_busy(tables)
     compute = {}
     for origin, device_samples in samples.items():
@@ -159,7 +160,7 @@ def _tables(
 
     The seconds beside products or without computation, if measured, become `busy`; of messages that were too
     large to be measured beside products, the median part of the largest that were. Between machines, `busy`
-    of large messages is that of `_busy_line`, and `times` are bounded by what the link carries.
+    of large messages is that of `_busy_line`.
     """
     Curve = dict[float, float]
     seconds_of: dict[tuple[str, tuple[tuple[int, ...], ...]], tuple[Curve, Curve]] = {}
@@ -174,7 +175,6 @@ def _tables(
         if len(shapes) > 1 or not times:
             continue
         shape = shapes.pop()
-        times = _bound_by_link(times) if shape[0] > 1 else times
         both = sorted(times.keys() & busy.keys())
         points.setdefault(shape, []).extend((times[s], busy[s]) for s in both if _fits_products(s, times[s]))
         sizes = sorted(size for size in times if not both or size in both or size > both[-1])
@@ -189,19 +189,31 @@ def _tables(
     return [_on_line(table, lines.get((table.machines, table.devices_per_machine))) for table in tables]
 
 
-def _bound_by_link(times: Mapping[float, float]) -> dict[float, float]:
-    """Seconds of messages between machines by size, no fewer a byte than any larger message takes.
+def _bounded_by_links(
+    cluster: Cluster, timed: Iterable[tuple[collective_probes.Pattern, float]]
+) -> list[tuple[collective_probes.Pattern, float]]:
+    """Seconds of messages, those between machines behind computation no fewer than their bytes use a link.
 
-    Where ranks share a core, the last of them computes while the messages of the others are on their way, so
-    that what a short message adds may be less than the time for which it uses the link. Of messages that
-    follow one another, the link carries one at a time.
+    The ranks of a machine reach such a message one after the other, and the last of them computes while the
+    messages of the others are on their way. So what the message adds to the computation may be less than the
+    time for which it uses the link. Of messages that follow one another, the link carries one at a time.
     """
-    sizes = sorted(times)
-    bounded = {}
-    for place, size in enumerate(sizes):
-        per_byte = min((times[larger] / larger for larger in sizes[place + 1 :]), default=0.0)
-        bounded[size] = max(times[size], size * per_byte)
+    machines = [device.machine for device in cluster.devices]
+    bounded: list[tuple[collective_probes.Pattern, float]] = []
+    behind: list[tuple[collective_probes.Pattern, float]] = []
+    for pattern, seconds in timed:
+        between = any(len({machines[rank] for rank in group}) > 1 for group in pattern.groups)
+        (behind if between and pattern.work and not pattern.overlapped else bounded).append(
+            (pattern, seconds)
+        )
+    if behind:
+        bounds = link_bounds(cluster, [_message(pattern, seconds) for pattern, seconds in behind])
+        bounded += [(p, max(seconds, bound)) for (p, seconds), bound in zip(behind, bounds, strict=True)]
     return bounded
+
+
+def _message(pattern: collective_probes.Pattern, seconds: float) -> Message:
+    return Message(pattern.kind, pattern.groups[0], pattern.groups[1:], pattern.nbytes, seconds)
 
 
 def _fits_products(nbytes: float, seconds: float) -> bool:

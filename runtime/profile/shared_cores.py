@@ -4,24 +4,24 @@
 *Out:* seconds of ops and messages of ranks that share cores; `HostTimes`.
 *Invariant:* a rank computes as many times longer as ranks share its core, since all compute at the same time.
 A message is measured behind computation that is longer than a time slice of the scheduler, and its time is
-what it adds to the computation of the slowest rank of its group: ranks reach it one after the other, do not
-get their core back at once, and wait for each other. Machines may compute at different speeds. The time
+what it adds to the same computation without it, of the slowest rank of its group: ranks reach it one after
+the other, do not get their core back at once, and wait for each other. All ranks begin both together, so that
+no part of a message is on its way before a rank begins. Machines may compute at different speeds. The time
 without computation before it is the work of the ranks themselves, which no overlap hides. Of a message
 between machines, that is what it adds to products that are computed between its start and the wait for it:
 the time by which it lengthens them, since the processor moves its bytes, and the wait after them of the rank
 that comes last. The wait of a rank that comes earlier is also one for the other rank, so it does not count:
 the speed of products varies from run to run, and the message is not to blame for it.
-Where a control group limits a rank, runs begin and end when its quota for a period is used up. A rank that
-waits for a message saves quota, and computes with it at full speed afterwards: at another moment, a few
-milliseconds of work would appear to take half or twice as long. Each machine uses its quota up on its own
-then, which takes a period longer now and then. Where every rank of a group has waited for all others before,
-the machine for which the collective appears to add least was delayed least behind it, and counts.
+Where a control group limits a rank, runs begin when its quota for a period is used up, and are too few to use
+up half of the next one: a rank that waits saves quota, and computes with it at full speed afterwards. Runs
+beside products also end when it is used up.
 `benchmarks/HISTORY.md` has the measurements behind these rules.
 """
 
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -69,14 +69,14 @@ class RunTime:
     Attributes:
         seconds: wall time including the computation before the collective or beside it; 0.0 on a rank outside
             all groups.
-        work: processor seconds of that computation, of writing the buffer, and of what uses up the quota
-            afterwards; 0.0 if `seconds` excludes them.
+        alone: wall time of that computation without the collective, on ranks outside all groups, too; 0.0 if
+            `seconds` excludes it.
         beside: for each run beside products, the seconds by which the message lengthened them, and those of
             the wait for it after them.
     """
 
     seconds: float
-    work: float = 0.0
+    alone: float = 0.0
     beside: tuple[tuple[float, float], ...] = ()
 
 
@@ -119,37 +119,25 @@ class CoreSharing:
         text = f"{', '.join(shares)} ranks a core" + ", each on one" * self.bound
         return text if len(self.shares) > 1 else ""
 
-    def added_seconds(
-        self, times: Sequence[RunTime], groups: Sequence[Group] = (), *, waits_for_all: bool = True
-    ) -> float:
+    def added_seconds(self, times: Sequence[RunTime], groups: Sequence[Group] = ()) -> float:
         """Seconds that a collective adds to a step, without the computation before it or beside it.
 
-        The ranks of a machine compute for as long as their work takes on the cores that they share. A
-        collective begins when the last rank of its group has computed.
+        The computation of a machine lasts until the last of its ranks has computed, and a collective begins
+        when the last rank of its group has.
 
         Args:
             times: of every rank.
             groups: of the collective, of which the slowest counts; by default all ranks are one.
-            waits_for_all: whether a rank of a group ends only after all others of the group have begun.
         """
         groups = groups or (tuple(range(len(times))),)
         if any(time.beside for time in times):
             return _beside_products([[times[rank].beside for rank in group] for group in groups])
         machines = self.machines or (0,) * len(times)
-        work = {
-            machine: fmean(t.work for t, m in zip(times, machines, strict=True) if m == machine)
-            for machine in set(machines)
-        }
-        computing = [share * work[machine] for machine, share in zip(machines, self.shares, strict=True)]
-
-        def added(ranks: Sequence[int]) -> float:
-            return max(times[r].seconds for r in ranks) - max(computing[r] for r in ranks)
-
-        used_up = self.period and any(time.work for time in times)  # the quota, behind the last run
-        if not (used_up and waits_for_all):
-            return max(_MINIMUM, *map(added, groups))
-        parts = [[[r for r in g if machines[r] == m] for m in {machines[r] for r in g}] for g in groups]
-        return max(_MINIMUM, *(min(map(added, of_group)) for of_group in parts))
+        computing: dict[int, float] = defaultdict(float)
+        for run, machine in zip(times, machines, strict=True):
+            computing[machine] = max(computing[machine], run.alone)
+        added = (max(times[r].seconds for r in g) - max(computing[machines[r]] for r in g) for g in groups)
+        return max(_MINIMUM, *added)
 
 
 def _beside_products(groups: Sequence[Sequence[tuple[tuple[float, float], ...]]]) -> float:
@@ -181,9 +169,12 @@ def behind_work(
     repeats: int,
     trips: int,
     seconds: float,
+    meet: Callable[[], object],
     period: float = 0.0,
 ) -> RunTime:
-    """Mean time over runs, each behind computation. Ranks outside all groups compute, too.
+    """Mean times over runs behind computation, and of the computation by itself, in turns.
+
+    Ranks outside all groups compute, too.
 
     Args:
         start: starts the collective; None on a rank outside all groups.
@@ -191,23 +182,42 @@ def behind_work(
         repeats: number of runs, of which at most ten are made.
         trips: messages that follow one another in one run.
         seconds: processor seconds of the computation.
+        meet: returns when all ranks of the job have called it.
         period: of the quota of this rank; see `CoreSharing`.
     """
     repeats, product = min(repeats, _MOST_RUNS), _product()
-    _use_up_quota(product, period)
-    begin, work = time.perf_counter(), 0.0
-    for _ in range(repeats):
-        begun = time.thread_time()
+    alone = elapsed = 0.0
+
+    def compute() -> float:
+        """Compute and write what is sent; when that began."""
+        meet()
+        begin, begun = time.perf_counter(), time.thread_time()
         while time.thread_time() - begun < seconds:
             product()
         if sent is not None:
             write(sent)
-        work += time.thread_time() - begun
+        return begin
+
+    _use_up_quota(product, period)
+    for _ in range(repeats):
+        begin = compute()
+        alone += time.perf_counter() - begin
+        begin = compute()
         if start is not None:
             start().wait()
-    work += _use_up_quota(product, period)
-    elapsed = 0.0 if start is None else time.perf_counter() - begin
-    return RunTime(elapsed / repeats / trips, work / repeats / trips)
+            elapsed += time.perf_counter() - begin
+    return RunTime(elapsed / repeats / trips, alone / repeats / trips)
+
+
+def runs_in_quota(most: int, period: float, seconds: float) -> int:
+    """Number of runs, `most` at most, whose computation uses up no more than half of a quota.
+
+    Args:
+        most: runs without a quota.
+        period: seconds of the quota; 0.0 without one.
+        seconds: of the computation of a run, as long as it takes at the average speed of the quota.
+    """
+    return max(1, min(most, int(period / 2 / seconds))) if period and seconds else most
 
 
 def under_work(

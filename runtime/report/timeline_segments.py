@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from distgraph.runtime.execute.measured_timeline import MeasuredRank, MeasuredRun
 from distgraph.runtime.forecast.forecast import Forecast
-from distgraph.runtime.forecast.stream_model import Span, TaskTime
+from distgraph.runtime.forecast.task_time import Span, TaskTime
 from distgraph.runtime.schedule.timeline import Interval
 
 TASKS = ("load", "forward", "backward", "weight", "send", "recv", "sync", "optimize")

@@ -18,6 +18,7 @@ from distgraph.resources.cluster import Cluster, MeasuredTable
 from distgraph.resources.mesh_communication import MeshCommunication
 from distgraph.runtime.forecast.communication_cost import Message, TrafficCost
 from distgraph.runtime.forecast.forecast import Forecast, forecast, out_of_memory
+from distgraph.runtime.forecast.in_flight import NOTHING_IN_FLIGHT, InFlight
 from distgraph.runtime.forecast.op_cost import OpCost
 from distgraph.runtime.forecast.stream_model import Streams, _Run
 from distgraph.runtime.program.build import Build
@@ -357,7 +358,7 @@ def test_collectives_under_way_at_once_are_worked_for_once():
     price = costs(build, cluster)
     streams = Streams(price.program, price.storage, price, TrafficCost(build.lowered, cluster, (0,)))
     task = price.program.tasks[0]
-    run = _Run(streams, task, True, {}, False)
+    run = _Run(streams, task, True, {}, NOTHING_IN_FLIGHT, False)
     first, second = (
         local_of("comm.all_reduce", name, group) for name, group in (("a", (0, 1)), ("b", (0, 2)))
     )
@@ -366,11 +367,47 @@ def test_collectives_under_way_at_once_are_worked_for_once():
     run._wait_for(("a", "b"))
     assert run.clock == run.exposed == pytest.approx(20.0)
     # Half of the first is work; the other half of its time the second is worked for.
-    run = _Run(streams, task, True, {}, False)
+    run = _Run(streams, task, True, {}, NOTHING_IN_FLIGHT, False)
     run._communicate(first, Message("all_reduce", 10.0, 0.0, "nvlink", 5.0))
     run._communicate(second, Message("all_reduce", 4.0, 0.0, "ethernet", 4.0))
     run._wait_for(("a", "b"))
     assert run.clock == pytest.approx(10.0)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_a_product_waits_only_for_the_weight_that_it_reads(micro_batches: int):
+    """Three weights are gathered at the start of a step; the products of a first one take longer than that.
+
+    Products of two rows take next to no time, so that most of the three gathers, one after the other, counts.
+    """
+
+    def exposed(rows: int) -> tuple[float, float]:
+        build = chain(rows, [1024] * 4, [grid(dp=2)] * 3, micro_batches, weights=[["dp", None]] * 3)
+        found = forecast(build, machines(1, 1), trace=True)
+        load = found.tasks["load.s0"].last
+        spans = [span.seconds for span in load.spans if span.kind == "comm.all_gather"]
+        assert spans == pytest.approx([spans[0]] * 3)
+        return load.exposed, spans[0]
+
+    assert exposed(4096)[0] == pytest.approx(exposed(4096)[1], rel=0.02)
+    waited, one = exposed(2)
+    assert 2.5 * one < waited < 3 * one
+
+
+def test_what_is_in_flight_uses_links_of_the_next_task():
+    """A gather of 4 s that began 1 s before the end of a load task; the next one of its group follows it."""
+    build, cluster = serial_chain(), machines(1)
+    price = costs(build, cluster)
+    streams = Streams(price.program, price.storage, price, TrafficCost(build.lowered, cluster, (0,)))
+    local = local_of("comm.all_gather", "a", (0, 1))
+    channel = ("nvlink", (0, 1), 0)
+    started = InFlight({"x": 4.0}, {"x": 0.0}, {"x": channel}, {channel: 4.0}, {channel: local.op})
+    in_flight = started.after(1.0)
+    assert (in_flight.ends, in_flight.channels) == ({"x": 3.0}, {channel: 3.0})
+    assert not started.after(5.0).channels
+    run = _Run(streams, price.program.tasks[0], True, {}, in_flight, True)
+    run._communicate(local, Message("all_gather", 2.0, 0.0, "nvlink"))
+    assert [(span.start, span.seconds) for span in run.spans] == [(3.0, 2.0)]
 
 
 def local_of(mode: str, name: str, group: tuple[int, ...]) -> LocalOp:

@@ -20,8 +20,8 @@ from distgraph.runtime.forecast.core_contention import (
 )
 from distgraph.runtime.forecast.forecast import forecast
 from distgraph.runtime.forecast.rank_seconds import rank_seconds
-from distgraph.runtime.forecast.stream_model import TaskTime
 from distgraph.runtime.forecast.task_forecast import TaskForecast
+from distgraph.runtime.forecast.task_time import TaskTime
 from distgraph.runtime.profile.evaluation import cores_of
 from distgraph.runtime.profile.shared_cores import CoreSharing
 from distgraph.runtime.schedule.simulate import simulate

@@ -17,8 +17,10 @@ from distgraph.resources import ComputeCost, load_cluster
 from distgraph.resources.cluster import Cluster
 from distgraph.runtime.forecast.communication_cost import Message, TrafficCost
 from distgraph.runtime.forecast.forecast import forecast
+from distgraph.runtime.forecast.in_flight import NOTHING_IN_FLIGHT
 from distgraph.runtime.forecast.op_cost import OpCost
-from distgraph.runtime.forecast.stream_model import Span, Streams, _Run
+from distgraph.runtime.forecast.stream_model import Streams, _Run
+from distgraph.runtime.forecast.task_time import Span
 from distgraph.runtime.program.build import Build, build
 from distgraph.runtime.program.memory_plan import plan_storage
 from distgraph.tracing.annotations import on, reshard, shard_tensor
@@ -76,13 +78,17 @@ def test_a_product_on_a_block_of_the_torus():
 
 
 def test_groups_behind_one_switch_share_its_links():
-    """The same program with groups of both axes on the same links: while both run, each has half of them."""
+    """The same program with groups of both axes on the same links: while both run, each has half of them.
+
+    The left one began first, so it ends first, and the right one when the links have carried both.
+    """
     build_ = product("f32", ProcessMesh.grid(x=2, y=2))
     left, right = gathers(forward_spans(build_, machines(4)))
     alone = 10e-6 + 2 * 1e-6 + 4 * LENGTH**2 / 4 / 100e9
     assert left.start < right.start < left.start + alone
     overlap = left.start + alone - right.start
-    assert right.seconds == pytest.approx(alone + overlap / 2)
+    assert right.start + right.seconds == pytest.approx(left.start + 2 * alone)
+    assert right.seconds == pytest.approx(alone + overlap)
 
 
 def test_which_communication_shares_links():
@@ -116,7 +122,7 @@ def test_exchanges_follow_one_another_only_over_the_same_links(monkeypatch):
     monkeypatch.setattr(
         traffic, "share_links", lambda first, second: (first.name == "c") == (second.name == "c")
     )
-    run = _Run(streams, program.tasks[0], True, {}, True)
+    run = _Run(streams, program.tasks[0], True, {}, NOTHING_IN_FLIGHT, True)
     for name, seconds in (("a", 4.0), ("b", 3.0), ("c", 5.0)):
         op = Op("comm.permute", (Value("x", (8,), "f32"),), (Value(name, (8,), "f32"),), {})
         run._communicate(LocalOp(op, "exchange", {}), Message("send", seconds, 0.0, "ici"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,49 +11,66 @@ import pytest
 
 from distgraph.resources.host_times import HostTimes
 from distgraph.runtime.profile import shared_cores
-from distgraph.runtime.profile.shared_cores import CoreSharing, RunTime, behind_work, host_times, under_work
+from distgraph.runtime.profile.shared_cores import (
+    CoreSharing,
+    RunTime,
+    behind_work,
+    host_times,
+    runs_in_quota,
+    under_work,
+)
+from distgraph.runtime.transport.inprocess import connect
+
+
+def alone() -> None:
+    """Return at once, as the ranks of a job of one rank meet."""
 
 
 def test_a_message_behind_work_takes_what_it_adds() -> None:
-    """Two ranks a core: the slowest takes 9 s, of which both works take 2 x 3 s; never nothing or less."""
-    found = [RunTime(9.0, 2.0), RunTime(8.0, 4.0), RunTime(0.0, 3.0)]
+    """Of ranks of one machine, the one that computes last ends the computation; never nothing or less."""
+    found = [RunTime(9.0, 2.0), RunTime(8.0, 6.0), RunTime(0.0, 5.0)]
     assert CoreSharing((2.0, 2.0, 2.0)).added_seconds(found) == 3.0
-    assert 0 < CoreSharing((4.0, 4.0, 4.0)).added_seconds(found) < 1e-5
-    once = behind_work(Slept, None, 3, 1, 0.002)
-    assert CoreSharing().added_seconds([once]) >= 0.02
-    there_and_back = behind_work(Slept, None, 3, 2, 0.002)
-    assert CoreSharing().added_seconds([there_and_back]) >= 0.01
-    assert there_and_back.work < once.work
+    assert 0 < CoreSharing((2.0,) * 2).added_seconds([RunTime(3.0, 3.0), RunTime(2.0, 1.0)]) < 1e-5
+    once = behind_work(Slept, None, 3, 1, 0.002, alone)
+    assert CoreSharing().added_seconds([once]) > 0.015
+    there_and_back = behind_work(Slept, None, 3, 2, 0.002, alone)
+    assert 0.007 < CoreSharing().added_seconds([there_and_back]) < CoreSharing().added_seconds([once])
+    assert there_and_back.alone < once.alone
 
 
 def test_waiting_for_a_slower_machine_is_not_part_of_a_message() -> None:
-    """The ranks of the second machine compute for 12 s, half as fast as those of the first; with 3 s each."""
+    """The ranks of the second machine compute for 12 s, half as fast as those of the first."""
     cores = CoreSharing((2.0, 2.0, 4.0, 4.0), machines=(0, 0, 2, 2))
-    across = [RunTime(13.0, 3.0), RunTime(13.5, 3.0), RunTime(13.0, 2.0), RunTime(13.0, 4.0)]
+    across = [RunTime(13.0, 5.0), RunTime(13.5, 6.0), RunTime(13.0, 12.0), RunTime(13.0, 11.0)]
     assert cores.added_seconds(across) == 1.5
-    inside = [RunTime(7.0, 3.0), RunTime(8.0, 3.0), RunTime(12.5, 2.0), RunTime(12.5, 4.0)]
+    inside = [RunTime(7.0, 5.0), RunTime(8.0, 6.0), RunTime(12.5, 12.0), RunTime(12.5, 11.0)]
     assert cores.added_seconds(inside, [(0, 1), (2, 3)]) == 2.0
 
 
-def test_a_machine_that_uses_up_its_quota_late_is_not_part_of_a_message() -> None:
-    """Behind the last run, rank 1 waits for its next period; without a quota, and as a receiver, it is slow.
+def test_all_ranks_begin_a_message_together() -> None:
+    """Rank 1 arrives 0.2 s late; this is no part of a message of 20 ms."""
+    transports = connect(2)
 
-    Of two ranks of one machine the slower one counts, since the other one has left it their core.
-    """
-    late = [RunTime(5.0, 2.0), RunTime(8.0, 2.5)]
-    quota = CoreSharing((1.0, 1.0), period=0.01, machines=(0, 1))
-    assert quota.added_seconds(late) == 3.0
-    assert quota.added_seconds(late, waits_for_all=False) == 5.5
-    assert CoreSharing((1.0, 1.0), machines=(0, 1)).added_seconds(late) == 5.5
-    pairs = [*late, RunTime(6.0, 2.0), RunTime(7.0, 2.5)]
-    both = CoreSharing((2.0,) * 4, period=0.01, machines=(0, 0, 2, 2))
-    assert both.added_seconds(pairs) == 7.0 - 4.5
-    assert both.added_seconds(pairs, [(0, 1), (2, 3)]) == 8.0 - 4.5
-    alone = [
-        RunTime(3.0),
-        RunTime(5.0),
-    ]  # without computation no quota is used up, and the slower rank counts
-    assert quota.added_seconds(alone) == 5.0
+    def rank(number: int) -> RunTime:
+        transport = transports[number]
+        time.sleep(0.2 * number)
+
+        def start() -> Any:
+            return SimpleNamespace(wait=lambda: (time.sleep(0.02), transport.barrier()))
+
+        return behind_work(start, None, 2, 1, 0.001, transport.barrier)
+
+    with ThreadPoolExecutor(2) as pool:
+        added = CoreSharing((2.0, 2.0)).added_seconds(list(pool.map(rank, range(2))))
+    assert 0.015 < added < 0.08
+
+
+def test_runs_use_up_at_most_half_of_a_quota() -> None:
+    assert runs_in_quota(10, 0.1, 0.009) == 5
+    assert runs_in_quota(3, 0.1, 0.009) == 3
+    assert runs_in_quota(10, 0.1, 0.2) == 1
+    assert runs_in_quota(10, 0.0, 0.2) == 10
+    assert runs_in_quota(10, 0.1, 0.0) == 10
 
 
 def test_noise_of_products_is_not_part_of_a_message_beside_them() -> None:
@@ -163,7 +181,8 @@ def test_a_quota_does_not_change_what_a_message_adds(monkeypatch: pytest.MonkeyP
     def start() -> Any:
         return SimpleNamespace(wait=lambda: clock.wait(0.03))
 
-    assert added([behind_work(start, None, 4, 1, 0.002, 0.01)]) == pytest.approx(0.03, abs=0.003)
+    runs = runs_in_quota(4, 0.01, 2 * 0.002)
+    assert added([behind_work(start, None, runs, 1, 0.002, alone, 0.01)]) == pytest.approx(0.03, abs=0.001)
     assert added([under_work(start, None, 4, 0.02, 0.01)]) == pytest.approx(0.03, abs=0.003)
 
 

@@ -1,0 +1,52 @@
+"""Collectives of a load task that later tasks wait for.
+
+*In:* what is under way at the end of a task.
+*Out:* the same, some seconds later.
+
+A task that loads parameters starts to gather them, and the first op that reads a gathered parameter waits for
+it, in whichever task that op is (`Storage.late`). So the first products of a step run while later parameters
+are still being gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from distgraph.ir.graph import Op
+
+Channel = tuple[str, tuple[int, ...], int]
+"""Kind of the link that decides, ranks of the group, and a number where exchanges share no links."""
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """Collectives that are under way; times in seconds from now.
+
+    Attributes:
+        ends: value -> time at which the collective that computes it ends.
+        busy: value -> seconds for which the device still works for its collective.
+        carriers: value -> channel of its collective.
+        channels: channel -> time at which it becomes free.
+        latest: channel -> its last communication.
+    """
+
+    ends: Mapping[str, float] = field(default_factory=dict)
+    busy: Mapping[str, float] = field(default_factory=dict)
+    carriers: Mapping[str, Channel] = field(default_factory=dict)
+    channels: Mapping[Channel, float] = field(default_factory=dict)
+    latest: Mapping[Channel, Op] = field(default_factory=dict)
+
+    def after(self, seconds: float) -> InFlight:
+        """The same collectives some seconds later, before anything waits for them."""
+        channels = {channel: free - seconds for channel, free in self.channels.items() if free > seconds}
+        return replace(
+            self,
+            ends={value: max(0.0, end - seconds) for value, end in self.ends.items()},
+            channels=channels,
+            latest={channel: self.latest[channel] for channel in channels},
+        )
+
+
+NOTHING_IN_FLIGHT: Final = InFlight()

@@ -1,0 +1,90 @@
+"""Times of the tasks of one rank, in the order in which it runs them.
+
+*In:* a rank with its program and streams, and how fast it computes in every task.
+*Out:* a `TaskForecast` for each task: with the last micro-batch, and with one in the middle.
+*Invariant:* what a task does not wait for is counted where it is waited for: sums of gradients in the task
+that updates parameters. Only parameters that a load task gathers, and that tasks of the first micro-batch
+wait for, are counted in the load task, because that micro-batch has no times of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from distgraph.passes.partition import LocalTask
+from distgraph.runtime.forecast.in_flight import NOTHING_IN_FLIGHT
+from distgraph.runtime.forecast.program_structure import TimedRank
+from distgraph.runtime.forecast.stream_model import scatters_gradients
+from distgraph.runtime.forecast.task_forecast import TaskForecast, remaining, renamed
+from distgraph.runtime.forecast.task_time import TaskTime
+from distgraph.runtime.program.build import Build
+
+
+def time_tasks(
+    build: Build, timed: TimedRank, speeds: Mapping[str, float], *, trace: bool
+) -> Iterator[TaskForecast]:
+    """Time the tasks of a rank in their order.
+
+    Args:
+        build: the compiled program.
+        timed: the rank.
+        speeds: task -> how many times as fast as the resource file says the rank computes in it.
+        trace: whether to list the spans of every task.
+    """
+    streams = timed.streams
+    tasks = {task.name: task for task in timed.program.tasks}
+    scattered = streams.runtime.gradients.each_micro_batch
+
+    def body(task: LocalTask, speed: float) -> TaskTime:
+        last = scattered and scatters_gradients(task)
+        return streams.run(task, last=last, trace=trace, speed=speed)
+
+    bodies = {
+        name: body(tasks[other], speeds[name])
+        for name, other in timed.task_names.items()
+        if tasks[other].per_micro
+    }
+    newest = timed.program.graph.micro_batches - 1
+    waits = _waits_for_loads(build, timed, speeds, bodies)
+    pending: dict[str, float] = {}
+    postponed: list[LocalTask] = []
+    for name, micro in build.schedule.order(timed.rank):
+        if name in bodies and micro != newest:
+            pending = remaining(pending, bodies[name].seconds) if pending else pending
+            continue
+        task = tasks[timed.task_names[name]]
+        after = None if task.per_micro else pending
+        ends = not task.per_micro and task.kind != "load"
+        reduced = postponed if ends else []
+        last = streams.run(task, last=True, pending=after, postponed=reduced, trace=trace, speed=speeds[name])
+        postponed = [] if ends else [*postponed, *([task] if streams.postpones(task) else [])]
+        pending = {} if not task.per_micro else {**remaining(pending, last.seconds), **last.late}
+        wait = waits.get(name, 0.0)
+        last = replace(last, seconds=last.seconds + wait, exposed=last.exposed + wait)
+        times = (renamed(time, timed.values_here) for time in (bodies.get(name, last), last))
+        yield TaskForecast(name, task.kind, build.parts.stages[name], timed.rank, *times)
+
+
+def _waits_for_loads(
+    build: Build, timed: TimedRank, speeds: Mapping[str, float], bodies: Mapping[str, TaskTime]
+) -> dict[str, float]:
+    """Load task -> seconds that tasks of the first micro-batch wait for what it gathers."""
+    streams, tasks = timed.streams, {task.name: task for task in timed.program.tasks}
+    newest = timed.program.graph.micro_batches - 1
+    waits: dict[str, float] = {}
+    load, in_flight = "", NOTHING_IN_FLIGHT
+    for name, micro in build.schedule.order(timed.rank):
+        task, speed = tasks[timed.task_names[name]], speeds[name]
+        if task.kind == "load" and streams.storage.late[task.name]:
+            load = name
+            in_flight = streams.run(task, last=True, in_flight=in_flight, speed=speed).in_flight
+            continue
+        if not in_flight.ends:
+            continue
+        last = not task.per_micro or micro == newest
+        alone = streams.run(task, last=True, speed=speed) if last else bodies[name]
+        delayed = streams.run(task, last=last, in_flight=in_flight, speed=speed)
+        waits[load] = waits.get(load, 0.0) + delayed.seconds - alone.seconds
+        in_flight = delayed.in_flight
+    return waits
