@@ -30,6 +30,8 @@ class InFlight:
         carriers: value -> channel of its collective.
         channels: channel -> time at which it becomes free.
         latest: channel -> its last communication.
+        served: channel -> time at which it was last free, and seconds of all that it carries since then, as
+            long as each takes by itself.
     """
 
     ends: Mapping[str, float] = field(default_factory=dict)
@@ -37,6 +39,7 @@ class InFlight:
     carriers: Mapping[str, Channel] = field(default_factory=dict)
     channels: Mapping[Channel, float] = field(default_factory=dict)
     latest: Mapping[Channel, Op] = field(default_factory=dict)
+    served: Mapping[Channel, tuple[float, float]] = field(default_factory=dict)
 
     def after(self, seconds: float) -> InFlight:
         """The same collectives some seconds later, before anything waits for them."""
@@ -46,6 +49,7 @@ class InFlight:
             ends={value: max(0.0, end - seconds) for value, end in self.ends.items()},
             channels=channels,
             latest={channel: self.latest[channel] for channel in channels},
+            served={c: (self.served[c][0] - seconds, self.served[c][1]) for c in channels},
         )
 
 

@@ -240,6 +240,9 @@ class _Run:
         self.issued = 0  # ops and collectives that the host has handed to the device
         self.channels = dict(in_flight.channels)  # time at which each becomes free
         self.latest = dict(in_flight.latest)  # its last communication
+        self.served = dict(
+            in_flight.served
+        )  # when it last was free, and seconds of what it carries since then
         self.outgoing = 0.0  # time at which messages to other meshes have been sent
         self.ends = dict(in_flight.ends)  # value -> end of the collective that computes it
         self.busy = dict(in_flight.busy)  # value -> remaining work of the device for its collective
@@ -306,7 +309,9 @@ class _Run:
         ends = {name: end for name, end in self.ends.items() if name in names}
         if not ends:
             return NOTHING_IN_FLIGHT
-        return InFlight(ends, self.busy, self.carrier, self.channels, self.latest).after(self.clock)
+        return InFlight(ends, self.busy, self.carrier, self.channels, self.latest, self.served).after(
+            self.clock
+        )
 
     def _reduce(self, reductions: Sequence[_PricedOp]) -> None:
         """Run the reductions of gradients of another task to their end."""
@@ -402,12 +407,10 @@ class _Run:
         self.issued += bool(message.link)
         name, channel = local.op.name, self._channel(local, message)
         start = max(self.clock, self.channels.get(channel, 0.0))
-        end = start + message.seconds
-        for other, busy in self.channels.items():
-            if other != channel and busy > start and self._contend(other, message.link, local.op):
-                shared = min(message.seconds, busy - start)
-                end += shared
-                self._delay(other, start, shared)
+        end = start + message.seconds + self._share_links(local, message, channel, start)
+        begun, work = self.served.get(channel, (start, 0.0))
+        queued = self.channels.get(channel, 0.0) > self.clock
+        self.served[channel] = (begun, work + message.seconds) if queued else (start, message.seconds)
         self.communication += message.seconds
         self.channels[channel], self.latest[channel] = end, local.op
         self.ends[name], self.carrier[name], self.busy[name] = end, channel, message.busy
@@ -424,6 +427,27 @@ class _Run:
         exchanges = [channel for channel in self.channels if channel[0] == message.link and not channel[1]]
         contending = (channel for channel in exchanges if self._contend(channel, message.link, local.op))
         return next(contending, (message.link, group, len(exchanges)))
+
+    def _share_links(self, local: LocalOp, message: Message, channel: Channel, start: float) -> float:
+        """Seconds by which other channels on its links delay a communication, which delays them likewise.
+
+        All that are under way get equal parts of the bandwidth. Of what is left of another one, it is delayed
+        by no more than its own seconds.
+        """
+        others = [
+            (other, free)
+            for other, free in self.channels.items()
+            if other != channel and free > start and self._contend(other, message.link, local.op)
+        ]
+        delay = 0.0
+        for other, free in others:
+            begun, work = self.served[other]
+            alone = len(others) == 1
+            left = free - start if alone else work * (free - start) / (free - begun)
+            shared = min(message.seconds, left)
+            delay += shared
+            self._delay(other, start, shared)
+        return delay
 
     def _contend(self, channel: Channel, link: str, op: Op) -> bool:
         """Whether a communication over one kind of link uses links of the last one on a channel."""

@@ -401,13 +401,38 @@ def test_what_is_in_flight_uses_links_of_the_next_task():
     streams = Streams(price.program, price.storage, price, TrafficCost(build.lowered, cluster, (0,)))
     local = local_of("comm.all_gather", "a", (0, 1))
     channel = ("nvlink", (0, 1), 0)
-    started = InFlight({"x": 4.0}, {"x": 0.0}, {"x": channel}, {channel: 4.0}, {channel: local.op})
+    started = InFlight(
+        {"x": 4.0}, {"x": 0.0}, {"x": channel}, {channel: 4.0}, {channel: local.op}, {channel: (0.0, 4.0)}
+    )
     in_flight = started.after(1.0)
     assert (in_flight.ends, in_flight.channels) == ({"x": 3.0}, {channel: 3.0})
     assert not started.after(5.0).channels
     run = _Run(streams, price.program.tasks[0], True, {}, in_flight, True)
     run._communicate(local, Message("all_gather", 2.0, 0.0, "nvlink"))
     assert [(span.start, span.seconds) for span in run.spans] == [(3.0, 2.0)]
+
+
+def test_links_carry_no_more_than_all_that_use_them_together():
+    """Groups over one link, of 1, 1 and 5 s: all end when the link has carried them.
+
+    Three that begin together get a third of the link each, so the short ones end after 3 s. At that time 4 s
+    are left of the long one, and another of 4 s ends with it.
+    """
+    build, cluster = serial_chain(), machines(1)
+    price = costs(build, cluster)
+    traffic = TrafficCost(build.lowered, cluster, (0,))
+    run = _Run(
+        Streams(price.program, price.storage, price, traffic),
+        price.program.tasks[0], True, {}, NOTHING_IN_FLIGHT, False,
+    )  # fmt: skip
+    for rank, (name, seconds) in enumerate((("a", 1.0), ("b", 1.0), ("c", 5.0))):
+        local = local_of("comm.all_reduce", name, (0, 1 + rank))
+        run._communicate(local, Message("all_reduce", seconds, 0.0, "nvlink"))
+    assert run.ends == pytest.approx({"a": 3.0, "b": 3.0, "c": 7.0})
+    run._wait_for(("a", "b"))
+    local = local_of("comm.all_reduce", "d", (0, 7))
+    run._communicate(local, Message("all_reduce", 4.0, 0.0, "nvlink"))
+    assert run.ends == pytest.approx({"c": 11.0, "d": 11.0})
 
 
 def local_of(mode: str, name: str, group: tuple[int, ...]) -> LocalOp:
