@@ -171,12 +171,12 @@ def measure(transport: Transport, pattern: Pattern, repeats: int, cores: CoreSha
     if pattern.overlapped:  # the products last for as long as the collective
         seconds = min(max(WORK_SECONDS, slowest / share), MOST_WORK_SECONDS)
         repeats = _runs(repeats, 2 * (share * seconds + period))
-        return under_work(start, sent, repeats, faster * seconds, cores.period)
+        return under_work(start, sent, repeats, faster * seconds, transport.barrier, cores.period)
     if cores.shared:
         computing = 2 * share * pattern.work  # by itself, and before the collective
         repeats = runs_in_quota(_runs(repeats, slowest + computing), period, computing)
-        meet = transport.barrier
-        return behind_work(start, sent, repeats, trips, faster * pattern.work, meet, cores.period)
+        seconds = faster * pattern.work
+        return behind_work(start, sent, repeats, trips, seconds, transport.barrier, cores.period)
     repeats = _runs(repeats, slowest)
     if start is None:
         return RunTime(0.0)

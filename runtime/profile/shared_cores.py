@@ -221,19 +221,26 @@ def runs_in_quota(most: int, period: float, seconds: float) -> int:
 
 
 def under_work(
-    start: Callable[[], Started] | None, sent: Any, repeats: int, seconds: float, period: float = 0.0
+    start: Callable[[], Started] | None,
+    sent: Any,
+    repeats: int,
+    seconds: float,
+    meet: Callable[[], object],
+    period: float = 0.0,
 ) -> RunTime:
     """Time of runs with products between the start of the collective and the wait for it.
 
     The same products are timed alone before each run, by the wall clock: how long a processor second takes
     depends on who else computes at the time, and that of products beside a message may include work of the
-    kernel for the message. During the products the program calls nothing else, as during one op.
+    kernel for the message. During the products the program calls nothing else, as during one op. All ranks
+    begin both together, so that no part of the message is on its way before a rank begins.
 
     Args:
         start: starts the collective; None on a rank outside all groups.
         sent: array that is written before each run.
         repeats: number of runs, of which at most ten are made.
         seconds: processor seconds of the products.
+        meet: returns when all ranks of the job have called it.
         period: of the quota of this rank; see `CoreSharing`.
     """
     repeats, product = min(repeats, _MOST_RUNS), _product()
@@ -245,6 +252,7 @@ def under_work(
     _use_up_quota(product, period)
     runs, elapsed = [], 0.0
     for _ in range(repeats):
+        meet()
         begun = time.perf_counter()
         for _ in range(count):
             product()
@@ -252,6 +260,7 @@ def under_work(
         _use_up_quota(product, period)
         if sent is not None:
             write(sent)
+        meet()
         begun = time.perf_counter()
         started = None if start is None else start()
         for _ in range(count):

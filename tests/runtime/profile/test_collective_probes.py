@@ -82,7 +82,7 @@ def test_ranks_of_unequal_machines_make_equally_many_runs(
         given.append((repeats, seconds))
         return RunTime(1.0)
 
-    def beside(start: object, sent: object, repeats: int, seconds: float, period: float) -> RunTime:
+    def beside(start: object, sent: object, repeats: int, seconds: float, *rest: object) -> RunTime:
         return behind(start, sent, repeats, 1, seconds)
 
     monkeypatch.setattr(collective_probes, "behind_work", behind)

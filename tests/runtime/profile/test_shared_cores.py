@@ -22,7 +22,7 @@ from distgraph.runtime.profile.shared_cores import (
 from distgraph.runtime.transport.inprocess import connect
 
 
-def alone() -> None:
+def meet() -> None:
     """Return at once, as the ranks of a job of one rank meet."""
 
 
@@ -31,9 +31,9 @@ def test_a_message_behind_work_takes_what_it_adds() -> None:
     found = [RunTime(9.0, 2.0), RunTime(8.0, 6.0), RunTime(0.0, 5.0)]
     assert CoreSharing((2.0, 2.0, 2.0)).added_seconds(found) == 3.0
     assert 0 < CoreSharing((2.0,) * 2).added_seconds([RunTime(3.0, 3.0), RunTime(2.0, 1.0)]) < 1e-5
-    once = behind_work(Slept, None, 3, 1, 0.002, alone)
+    once = behind_work(Slept, None, 3, 1, 0.002, meet)
     assert CoreSharing().added_seconds([once]) > 0.015
-    there_and_back = behind_work(Slept, None, 3, 2, 0.002, alone)
+    there_and_back = behind_work(Slept, None, 3, 2, 0.002, meet)
     assert 0.007 < CoreSharing().added_seconds([there_and_back]) < CoreSharing().added_seconds([once])
     assert there_and_back.alone < once.alone
 
@@ -104,7 +104,7 @@ def test_a_rank_that_computes_last_is_not_slower(monkeypatch: pytest.MonkeyPatch
     clocks = {"perf_counter": lambda: clock.wall, "thread_time": lambda: clock.processor}
     monkeypatch.setattr(shared_cores, "time", SimpleNamespace(**clocks))
     monkeypatch.setattr(shared_cores, "_product", lambda: product)
-    last = under_work(lambda: SimpleNamespace(wait=wait), None, 1, 0.02, 0.01)
+    last = under_work(lambda: SimpleNamespace(wait=wait), None, 1, 0.02, meet, 0.01)
     assert last.beside == (pytest.approx((0.0, 0.03), abs=1e-3),)
 
 
@@ -140,10 +140,10 @@ def test_a_message_beside_products_takes_what_they_do_not_hide(monkeypatch: pyte
 
     monkeypatch.setattr(shared_cores, "_product", lambda: product)
     added = CoreSharing((1.0,)).added_seconds  # the share that others leave is measured, not assumed
-    assert added([under_work(message(1.0, alone=False), None, 3, 1.2)]) == pytest.approx(1.0)
-    assert added([under_work(message(1.0, alone=True), None, 3, 1.2)]) < 1e-5
-    assert added([under_work(message(2.0, alone=True), None, 3, 1.2)]) == pytest.approx(0.2)
-    assert under_work(None, None, 1, 1.2) == RunTime(0.0)
+    assert added([under_work(message(1.0, alone=False), None, 3, 1.2, meet)]) == pytest.approx(1.0)
+    assert added([under_work(message(1.0, alone=True), None, 3, 1.2, meet)]) < 1e-5
+    assert added([under_work(message(2.0, alone=True), None, 3, 1.2, meet)]) == pytest.approx(0.2)
+    assert under_work(None, None, 1, 1.2, meet) == RunTime(0.0)
 
 
 class Quota:
@@ -182,8 +182,8 @@ def test_a_quota_does_not_change_what_a_message_adds(monkeypatch: pytest.MonkeyP
         return SimpleNamespace(wait=lambda: clock.wait(0.03))
 
     runs = runs_in_quota(4, 0.01, 2 * 0.002)
-    assert added([behind_work(start, None, runs, 1, 0.002, alone, 0.01)]) == pytest.approx(0.03, abs=0.001)
-    assert added([under_work(start, None, 4, 0.02, 0.01)]) == pytest.approx(0.03, abs=0.003)
+    assert added([behind_work(start, None, runs, 1, 0.002, meet, 0.01)]) == pytest.approx(0.03, abs=0.001)
+    assert added([under_work(start, None, 4, 0.02, meet, 0.01)]) == pytest.approx(0.03, abs=0.003)
 
 
 def test_a_store_names_how_ranks_share_cores() -> None:
