@@ -9,7 +9,8 @@ Two comparisons, so that the first op that diverges is named and not one further
 What rounding may change is measured, not guessed: the serial side runs again with its operands moved in
 their last digit. With d the largest change that makes, m the largest element, n the number of terms that the
 op sums and eps of the dtype, an op may be off by 16 (d + sqrt(n) eps m), a value of the whole program by that
-times the square root of the longest path of ops to it.
+times the square root of the longest path of ops to it. The operand of an op may be a sum that ranks hold in
+parts: its last digit is that of the largest part, since parts may cancel.
 """
 
 from __future__ import annotations
@@ -166,8 +167,9 @@ def check(
     built = build(completed, passes=chosen.with_pass(_EXPOSE))
     sources = _sources(built.lowered, inputs, params)
     blocks = _run(built, sources)
-    whole, replicas = _join_all(built.lowered, blocks, sources)
-    local = [error for op in built.lowered.ops if op.kind not in _NOT_SHOWN for error in _op_by_op(op, whole)]
+    whole, replicas, parts = _join_all(built.lowered, blocks, sources)
+    shown = [op for op in built.lowered.ops if op.kind not in _NOT_SHOWN]
+    local = [error for op in shown for error in _op_by_op(op, whole, parts)]
     program = _whole_program(serial or completed, inputs, params, whole)
     position = {v.name: i for i, v in enumerate(built.lowered.values.values())}
     wrong = [d for d in (*replicas, *local) if d.wrong] or [d for d in program.values() if d.wrong]
@@ -235,11 +237,13 @@ def _run(built: Build, blocks: Arrays) -> list[dict[str, Array]]:
 
 def _join_all(
     graph: Graph, held: list[dict[str, Array]], sources: Arrays
-) -> tuple[dict[str, Array], list[Difference]]:
-    whole, replicas = dict(sources), []
+) -> tuple[dict[str, Array], list[Difference], dict[str, float]]:
+    """Whole tensors of all values, differences of replicas, and the largest part of sums held in parts."""
+    whole, replicas, parts = dict(sources), [], dict[str, float]()
     for op in graph.ops:
         if op.kind in _NOT_JOINED:
             whole[op.name] = whole[op.operands[0].name]
+            parts[op.name] = parts.get(op.operands[0].name, 0.0)
         for value in op.results:
             if value.name in whole:
                 continue
@@ -248,9 +252,11 @@ def _join_all(
             array, spread, where = join(value, attr, blocks)
             whole[value.name] = array
             largest = _largest(array)
+            if any(reduction == "sum" for _, reduction in attr.spec.partial):
+                parts[value.name] = max(_largest(block) for block in blocks.values())
             bound = _SAFETY * epsilon(value.dtype) * largest * math.sqrt(attr.mesh.size)
             replicas.append(Difference(op, value, spread, bound, largest, where, "replicas"))
-    return whole, replicas
+    return whole, replicas, parts
 
 
 def join(value: Value, attr: DistAttr, blocks: Mapping[int, Array]) -> tuple[Array, float, tuple[int, ...]]:
@@ -282,13 +288,13 @@ def join(value: Value, attr: DistAttr, blocks: Mapping[int, Array]) -> tuple[Arr
     return stacked, worst, where
 
 
-def _op_by_op(op: Op, whole: Arrays) -> list[Difference]:
+def _op_by_op(op: Op, whole: Arrays, parts: Mapping[str, float]) -> list[Difference]:
     """One op on the operands that the ranks held."""
     operands = {value.name: value for value in op.operands}
     ops = [Op("input", (), (v,), {"name": v.name}) for v in operands.values()]
     alone = Graph("alone", (*ops, op), tuple((v.name, v) for v in op.results))
     given = {name: whole[name] for name in operands}
-    return list(_compare(alone, {op.name: 1.0}, given, {}, whole, "op by op").values())
+    return list(_compare(alone, {op.name: 1.0}, given, {}, whole, "op by op", parts).values())
 
 
 def _whole_program(serial: Graph, inputs: Arrays, params: Arrays, whole: Arrays) -> dict[str, Difference]:
@@ -303,7 +309,13 @@ def _whole_program(serial: Graph, inputs: Arrays, params: Arrays, whole: Arrays)
 
 
 def _compare(
-    graph: Graph, factors: Mapping[str, float], inputs: Arrays, params: Arrays, whole: Arrays, how: str
+    graph: Graph,
+    factors: Mapping[str, float],
+    inputs: Arrays,
+    params: Arrays,
+    whole: Arrays,
+    how: str,
+    parts: Mapping[str, float] | None = None,
 ) -> dict[str, Difference]:
     """Value name -> difference between what the ranks hold and a serial run, with what rounding explains."""
     base, _ = interpret(graph, inputs, params)
@@ -311,7 +323,7 @@ def _compare(
     with np.errstate(all="ignore"):
         for draw_number in range(_DRAWS):
             rng = np.random.default_rng(draw_number)
-            near, _ = interpret(graph, _nudged(inputs, rng), _nudged(params, rng))
+            near, _ = interpret(graph, _nudged(inputs, rng, parts or {}), _nudged(params, rng, {}))
             for name, array in near.items():
                 moved[name] = max(moved[name], _difference(array, base[name])[0])
     differences = {}
@@ -327,15 +339,16 @@ def _compare(
     return differences
 
 
-def _nudged(arrays: Arrays, rng: np.random.Generator) -> dict[str, Array]:
-    """Floats moved up or down by their last digit; everything else as it is."""
+def _nudged(arrays: Arrays, rng: np.random.Generator, parts: Mapping[str, float]) -> dict[str, Array]:
+    """Floats moved up or down by their last digit, or by that of their largest part; all else as it is."""
     moved = {}
     for name, given in arrays.items():
         array = np.asarray(given)
         if array.dtype.kind in "fV" or array.dtype.name == "bfloat16":
             eps = epsilon("bf16") if array.dtype.name == "bfloat16" else float(np.finfo(array.dtype).eps)
-            factor = 1 + eps * rng.choice((-1.0, 1.0), array.shape)
-            array = (array.astype(np.float64) * factor).astype(array.dtype)
+            exact = array.astype(np.float64)
+            digit = eps * np.maximum(np.abs(exact), parts.get(name, 0.0))
+            array = (exact + digit * rng.choice((-1.0, 1.0), array.shape)).astype(array.dtype)
         moved[name] = array
     return moved
 

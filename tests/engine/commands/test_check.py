@@ -131,6 +131,26 @@ def test_a_program_that_means_something_else_is_named(rng):
     assert report.first.how == "whole program"
 
 
+def test_sums_that_cancel_are_compared_by_the_digits_of_their_parts(rng):
+    """Four ranks hold parts of a mean that is 0; what is left of it depends on the order.
+
+    The all_reduce adds in the order of the ranks, the joined operand axis by axis.
+    """
+    mesh = ProcessMesh.grid(x=2, y=2)
+
+    def program(x):
+        return dg.ops.mean(dg.shard_tensor(x, mesh, [("x", "y")]))
+
+    serial = trace(program, ((16,), "f64"))
+    (source,) = serial.sources("input")
+    for _ in range(20):
+        x = rng.normal(size=16)
+        x[8:] = -rng.permutation(x[:8])
+        report = check(complete(serial), {source.attrs["name"]: x}, {}, serial)
+        assert "comm.all_reduce" in {op.kind for op in report.graph.ops}
+        assert report.ok, str(report)
+
+
 def test_missing_arrays_are_refused(rng):
     serial = mlp()
     inputs, params = arrays(serial, rng)

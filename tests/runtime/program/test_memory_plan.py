@@ -14,6 +14,7 @@ from support.search.plan_training import trains_as_one_rank
 from distgraph import nn, ops, optim
 from distgraph.engine.compile.train_graph import train_graph
 from distgraph.ir.dtypes import itemsize, to_numpy
+from distgraph.ir.graph import SOURCES
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.passes.complete import complete
 from distgraph.plan.plan import Plan
@@ -240,16 +241,16 @@ def test_a_sent_value_has_one_buffer_more_than_stages_to_the_receiver(policy: st
 def test_a_slice_that_outlives_what_it_is_cut_from_is_copied(worth: int, monkeypatch: pytest.MonkeyPatch):
     """Copied, it frees the whole; training is the same."""
     monkeypatch.setattr(parts_of_values, "_MIN_FREED_BYTES", worth)
-    plan = PROGRAMS["mlp"].search(two_by_two(), "recursive")
+    plan = PROGRAMS["experts"].search(two_by_two(), "recursive")
     kept = _kept_for_slices(plan)
     assert kept if worth > 1 else not kept
-    trains_as_one_rank(PROGRAMS["mlp"], plan)
+    trains_as_one_rank(PROGRAMS["experts"], plan)
 
 
 def _kept_for_slices(plan: Plan) -> set[str]:
     """Values that outlive their task, of which nothing but slices is read behind it."""
-    engine = PROGRAMS["mlp"].engine(PROGRAMS["mlp"].make(), plan=plan)
-    build = engine.prepare(PROGRAMS["mlp"].data(1)).build
+    engine = PROGRAMS["experts"].engine(PROGRAMS["experts"].make(), plan=plan)
+    build = engine.prepare(PROGRAMS["experts"].data(1)).build
     found = set()
     for rank in build.ranks:
         program = build.program(rank)
@@ -260,7 +261,9 @@ def _kept_for_slices(plan: Plan) -> set[str]:
             for local in task.ops:
                 for value in local.op.operands:
                     slot = storage.slots.get(value.name)
-                    if slot is not None and slot.kind != "source" and made.get(slot.root) != task.name:
+                    if slot is None or program.graph.producers[slot.root].kind in SOURCES:
+                        continue
+                    if made.get(slot.root) != task.name:
                         mode = program.graph.producers[value.name].kind
                         (part if mode == "comm.slice" and slot.kind == "view" else whole).add(slot.root)
         found |= part - whole
