@@ -3,8 +3,8 @@
 *In:* a rank with its program and streams, and how fast it computes in every task.
 *Out:* a `TaskForecast` for each task: with the last micro-batch, and with one in the middle.
 *Invariant:* what a task does not wait for is counted where it is waited for: sums of gradients in the task
-that updates parameters. Only parameters that a load task gathers, and that tasks of the first micro-batch
-wait for, are counted in the load task, because that micro-batch has no times of its own.
+that updates parameters. Only waits for parameters that a load task gathers are counted in the load task,
+because the run of a task that waits for them, its first, has no times of its own.
 """
 
 from __future__ import annotations
@@ -34,11 +34,9 @@ def time_tasks(
     """
     streams = timed.streams
     tasks = {task.name: task for task in timed.program.tasks}
-    scattered = streams.runtime.gradients.each_micro_batch
 
     def body(task: LocalTask, speed: float) -> TaskTime:
-        last = scattered and scatters_gradients(task)
-        return streams.run(task, last=last, trace=trace, speed=speed)
+        return streams.run(task, last=_reduces_each(timed, task), trace=trace, speed=speed)
 
     bodies = {
         name: body(tasks[other], speeds[name])
@@ -66,25 +64,34 @@ def time_tasks(
         yield TaskForecast(name, task.kind, build.parts.stages[name], timed.rank, *times)
 
 
+def _reduces_each(timed: TimedRank, task: LocalTask) -> bool:
+    """Whether every run of a task reduces gradients, and not only that of the last micro-batch."""
+    return timed.streams.runtime.gradients.each_micro_batch and scatters_gradients(task)
+
+
 def _waits_for_loads(
     build: Build, timed: TimedRank, speeds: Mapping[str, float], bodies: Mapping[str, TaskTime]
 ) -> dict[str, float]:
-    """Load task -> seconds that tasks of the first micro-batch wait for what it gathers."""
+    """Load task -> seconds that the first run of every other task waits for what it gathers."""
     streams, tasks = timed.streams, {task.name: task for task in timed.program.tasks}
     newest = timed.program.graph.micro_batches - 1
     waits: dict[str, float] = {}
     load, in_flight = "", NOTHING_IN_FLIGHT
+    delayed: set[str] = set()
     for name, micro in build.schedule.order(timed.rank):
         task, speed = tasks[timed.task_names[name]], speeds[name]
-        if task.kind == "load" and streams.storage.late[task.name]:
-            load = name
-            in_flight = streams.run(task, last=True, in_flight=in_flight, speed=speed).in_flight
+        if streams.hands_on(task):
+            load, in_flight = name, streams.run(task, last=True, speed=speed).in_flight
+        elif not in_flight.ends:
             continue
-        if not in_flight.ends:
-            continue
-        last = not task.per_micro or micro == newest
-        alone = streams.run(task, last=True, speed=speed) if last else bodies[name]
-        delayed = streams.run(task, last=last, in_flight=in_flight, speed=speed)
-        waits[load] = waits.get(load, 0.0) + delayed.seconds - alone.seconds
-        in_flight = delayed.in_flight
+        elif name in delayed:
+            in_flight = in_flight.after(bodies[name].seconds)
+        else:
+            newest_run = not task.per_micro or micro == newest
+            alone = streams.run(task, last=True, speed=speed) if newest_run else bodies[name]
+            last = newest_run or _reduces_each(timed, task)
+            later = streams.run(task, last=last, in_flight=in_flight, speed=speed)
+            waits[load] = waits.get(load, 0.0) + max(0.0, later.seconds - alone.seconds)
+            in_flight = later.in_flight
+            delayed.add(name)
     return waits

@@ -5,9 +5,10 @@
 *Invariant:* a collective starts where the generated program starts it, after the earlier collectives of its
 group have ended, and the compute stream waits for it where the program waits (`Storage.waits`,
 `Storage.late`). The host delays a task, too (`HostTimes`): it ends no earlier than its ops are issued, and a
-device that moves its messages itself computes nothing at each end of a message to another mesh. Two
-collectives of different groups that use the same links at the same time get half of their bandwidth each;
-those along different axes of a torus do not. Exchanges over the same links follow one another.
+device that moves its messages itself computes nothing at each end of a message to another mesh. Collectives
+of different groups that use the same links at the same time get equal parts of their bandwidth, so that
+together they take about as long as one after the other; those along different axes of a torus share none.
+Exchanges over the same links follow one another.
 
 A device that works for its collectives itself (`Message.busy`) does that work while it waits for any of them,
 the oldest first. The rest of this work is done when the program waits for the collective, or at the end of
@@ -115,9 +116,15 @@ class Streams:
         return self._reduces_at_end and task.per_micro and task.kind != "forward" and not scatters
 
     def hands_on(self, task: LocalTask) -> bool:
-        """Whether later tasks wait for the collectives of a task: the gathers of a load task whose runtime
-        does not gather parameters where they are used (`Parameters.gather`)."""
-        return task.kind == "load" and self.runtime.parameters.gather != "use"
+        """Whether later tasks wait for collectives of a task.
+
+        Those are the gathers of the only load task of a rank that has some, if the runtime does not gather
+        parameters where they are used (`Parameters.gather`).
+        """
+        late = self.storage.late
+        if task.kind != "load" or not late[task.name] or self.runtime.parameters.gather == "use":
+            return False
+        return sum(bool(late[other.name]) for other in self.program.tasks if other.kind == "load") == 1
 
     def reductions(self, task: LocalTask) -> list[_PricedOp]:
         """The ops that reduce the gradients of a task; sends to other stages stay where they are."""
@@ -240,9 +247,8 @@ class _Run:
         self.issued = 0  # ops and collectives that the host has handed to the device
         self.channels = dict(in_flight.channels)  # time at which each becomes free
         self.latest = dict(in_flight.latest)  # its last communication
-        self.served = dict(
-            in_flight.served
-        )  # when it last was free, and seconds of what it carries since then
+        # when each was last free, and the seconds of what it carries since then
+        self.served = dict(in_flight.served)
         self.outgoing = 0.0  # time at which messages to other meshes have been sent
         self.ends = dict(in_flight.ends)  # value -> end of the collective that computes it
         self.busy = dict(in_flight.busy)  # value -> remaining work of the device for its collective
@@ -309,9 +315,9 @@ class _Run:
         ends = {name: end for name, end in self.ends.items() if name in names}
         if not ends:
             return NOTHING_IN_FLIGHT
-        return InFlight(ends, self.busy, self.carrier, self.channels, self.latest, self.served).after(
-            self.clock
-        )
+        busy = {name: self.busy[name] for name in ends}
+        carriers = {name: self.carrier[name] for name in ends}
+        return InFlight(ends, busy, carriers, self.channels, self.latest, self.served).after(self.clock)
 
     def _reduce(self, reductions: Sequence[_PricedOp]) -> None:
         """Run the reductions of gradients of another task to their end."""
@@ -426,28 +432,37 @@ class _Run:
             return message.link, group, 0
         exchanges = [channel for channel in self.channels if channel[0] == message.link and not channel[1]]
         contending = (channel for channel in exchanges if self._contend(channel, message.link, local.op))
-        return next(contending, (message.link, group, len(exchanges)))
+        number = 1 + max((number for _, _, number in exchanges), default=-1)
+        return next(contending, (message.link, group, number))
 
     def _share_links(self, local: LocalOp, message: Message, channel: Channel, start: float) -> float:
         """Seconds by which other channels on its links delay a communication, which delays them likewise.
 
-        All that are under way get equal parts of the bandwidth. Of what is left of another one, it is delayed
-        by no more than its own seconds.
+        All that are under way get equal parts of the bandwidth. Each of the others delays it by what is left
+        of that one, at most by its own seconds, and is delayed by as much. Delays by others that share no
+        links with each other are at the same time.
         """
-        others = [
-            (other, free)
-            for other, free in self.channels.items()
-            if other != channel and free > start and self._contend(other, message.link, local.op)
-        ]
-        delay = 0.0
-        for other, free in others:
-            begun, work = self.served[other]
-            alone = len(others) == 1
-            left = free - start if alone else work * (free - start) / (free - begun)
-            shared = min(message.seconds, left)
-            delay += shared
-            self._delay(other, start, shared)
-        return delay
+        others: list[list[tuple[Channel, float]]] = []  # those in one list use links together
+        for other, free in self.channels.items():
+            if other == channel or free <= start or not self._contend(other, message.link, local.op):
+                continue
+            op = self.latest[other]
+            sharing = (each for each in others if any(self._contend(c, message.link, op) for c, _ in each))
+            together = next(sharing, None)
+            if together is None:
+                others.append(together := [])
+            together.append((other, free))
+        delays = [0.0]
+        for together in others:
+            delay = 0.0
+            for other, free in together:
+                begun, work = self.served[other]
+                left = free - start if len(together) == 1 else work * (free - start) / (free - begun)
+                shared = min(message.seconds, left)
+                delay += shared
+                self._delay(other, start, shared)
+            delays.append(delay)
+        return max(delays)
 
     def _contend(self, channel: Channel, link: str, op: Op) -> bool:
         """Whether a communication over one kind of link uses links of the last one on a channel."""

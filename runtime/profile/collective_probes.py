@@ -165,16 +165,18 @@ def measure(transport: Transport, pattern: Pattern, repeats: int, cores: CoreSha
     transport.barrier()
     trips = 2 if pattern.kind == "send" else 1
     gathered = transport.broadcast_object(transport.gather_objects((first, cores.period), 0), 0)
-    slowest, period = (max(column) for column in zip(*gathered, strict=True))
+    firsts, periods = zip(*gathered, strict=True)
+    slowest, longest = max(firsts), max(periods)
+    shortest = min((period for period in periods if period), default=0.0)
     share = max(cores.shares)
     faster = share / cores.shares[transport.rank] if cores.shared else 1.0  # all compute for equally long
     if pattern.overlapped:  # the products last for as long as the collective
         seconds = min(max(WORK_SECONDS, slowest / share), MOST_WORK_SECONDS)
-        repeats = _runs(repeats, 2 * (share * seconds + period))
+        repeats = _runs(repeats, 2 * (share * seconds + longest))
         return under_work(start, sent, repeats, faster * seconds, transport.barrier, cores.period)
     if cores.shared:
         computing = 2 * share * pattern.work  # by itself, and before the collective
-        repeats = runs_in_quota(_runs(repeats, slowest + computing), period, computing)
+        repeats = runs_in_quota(_runs(repeats, slowest + computing), shortest, computing)
         seconds = faster * pattern.work
         return behind_work(start, sent, repeats, trips, seconds, transport.barrier, cores.period)
     repeats = _runs(repeats, slowest)

@@ -76,6 +76,7 @@ def evaluate(cluster: Cluster, runs: Runs, ranks: int = 1, sharing: CoreSharing 
     kind_of_work = collective_probes.MESSAGE_WORK
     message_work = next((seconds for pattern, seconds in timed if pattern.kind == kind_of_work), None)
     timed = [(pattern, seconds) for pattern, seconds in timed if pattern.kind != kind_of_work]
+    timed = _bounded_by_links(cluster, timed)
     shared = max((pattern.work for pattern, _ in timed), default=0.0)
     sent = [
         _message(pattern, seconds)
@@ -87,7 +88,7 @@ def evaluate(cluster: Cluster, runs: Runs, ranks: int = 1, sharing: CoreSharing 
             f"profile: the seconds sufficed for computation but not for the links between {ranks} ranks; run "
             f"the same command again, which goes on from there, or give more --seconds"
         )
-    tables = _tables(cluster, _bounded_by_links(cluster, timed), shared)
+    tables = _tables(cluster, timed, shared)
     network_busy = _network_busy(tables)
     compute = {}
     for origin, device_samples in samples.items():
@@ -190,7 +191,7 @@ def _tables(
 
 
 def _bounded_by_links(
-    cluster: Cluster, timed: Iterable[tuple[collective_probes.Pattern, float]]
+    cluster: Cluster, timed: Sequence[tuple[collective_probes.Pattern, float]]
 ) -> list[tuple[collective_probes.Pattern, float]]:
     """Seconds of messages, those between machines behind computation no fewer than their bytes use a link.
 
@@ -199,17 +200,17 @@ def _bounded_by_links(
     time for which it uses the link. Of messages that follow one another, the link carries one at a time.
     """
     machines = [device.machine for device in cluster.devices]
-    bounded: list[tuple[collective_probes.Pattern, float]] = []
-    behind: list[tuple[collective_probes.Pattern, float]] = []
-    for pattern, seconds in timed:
+
+    def is_behind(pattern: collective_probes.Pattern) -> bool:
         between = any(len({machines[rank] for rank in group}) > 1 for group in pattern.groups)
-        (behind if between and pattern.work and not pattern.overlapped else bounded).append(
-            (pattern, seconds)
-        )
-    if behind:
-        bounds = link_bounds(cluster, [_message(pattern, seconds) for pattern, seconds in behind])
-        bounded += [(p, max(seconds, bound)) for (p, seconds), bound in zip(behind, bounds, strict=True)]
-    return bounded
+        return between and pattern.work > 0 and not pattern.overlapped
+
+    behind = [(pattern, seconds) for pattern, seconds in timed if is_behind(pattern)]
+    if not behind:
+        return list(timed)
+    bounds = link_bounds(cluster, [_message(pattern, seconds) for pattern, seconds in behind])
+    least = {pattern: bound for (pattern, _), bound in zip(behind, bounds, strict=True)}
+    return [(pattern, max(seconds, least.get(pattern, 0.0))) for pattern, seconds in timed]
 
 
 def _message(pattern: collective_probes.Pattern, seconds: float) -> Message:

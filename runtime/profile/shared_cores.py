@@ -6,22 +6,22 @@
 A message is measured behind computation that is longer than a time slice of the scheduler, and its time is
 what it adds to the same computation without it, of the slowest rank of its group: ranks reach it one after
 the other, do not get their core back at once, and wait for each other. All ranks begin both together, so that
-no part of a message is on its way before a rank begins. Machines may compute at different speeds. The time
-without computation before it is the work of the ranks themselves, which no overlap hides. Of a message
-between machines, that is what it adds to products that are computed between its start and the wait for it:
-the time by which it lengthens them, since the processor moves its bytes, and the wait after them of the rank
-that comes last. The wait of a rank that comes earlier is also one for the other rank, so it does not count:
-the speed of products varies from run to run, and the message is not to blame for it.
-Where a control group limits a rank, runs begin when its quota for a period is used up, and are too few to use
-up half of the next one: a rank that waits saves quota, and computes with it at full speed afterwards. Runs
-beside products also end when it is used up.
+no part of a message is on its way before a rank begins; since ranks of one core cannot begin at once, the
+computation of a machine lasts from the first begin to the last end. Machines may compute at different speeds.
+The time without computation before it is the work of the ranks themselves, which no overlap hides. Of a
+message between machines, that is what it adds to products that are computed between its start and the wait
+for it: the time by which it lengthens them, since the processor moves its bytes, and the wait after them of
+the rank that comes last. The wait of a rank that comes earlier is also one for the other rank, so it does not
+count: the speed of products varies from run to run, and the message is not to blame for it. Where a control
+group limits a rank, runs begin when its quota for a period is used up, and are too few to use up half of the
+next one: a rank that waits saves quota, and computes with it at full speed afterwards. Runs beside products
+also end when it is used up.
 `benchmarks/HISTORY.md` has the measurements behind these rules.
 """
 
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -69,14 +69,18 @@ class RunTime:
     Attributes:
         seconds: wall time including the computation before the collective or beside it; 0.0 on a rank outside
             all groups.
-        alone: wall time of that computation without the collective, on ranks outside all groups, too; 0.0 if
-            `seconds` excludes it.
+        alone: for each run, begin and end of that computation without the collective, on a clock that the
+            ranks of a machine have in common; empty if `seconds` excludes it.
+        behind: the same with the collective, on a rank outside all groups without one.
+        trips: messages that follow one another in one run.
         beside: for each run beside products, the seconds by which the message lengthened them, and those of
             the wait for it after them.
     """
 
     seconds: float
-    alone: float = 0.0
+    alone: tuple[tuple[float, float], ...] = ()
+    behind: tuple[tuple[float, float], ...] = ()
+    trips: int = 1
     beside: tuple[tuple[float, float], ...] = ()
 
 
@@ -133,11 +137,26 @@ class CoreSharing:
         if any(time.beside for time in times):
             return _beside_products([[times[rank].beside for rank in group] for group in groups])
         machines = self.machines or (0,) * len(times)
-        computing: dict[int, float] = defaultdict(float)
-        for run, machine in zip(times, machines, strict=True):
-            computing[machine] = max(computing[machine], run.alone)
-        added = (max(times[r].seconds for r in g) - max(computing[machines[r]] for r in g) for g in groups)
-        return max(_MINIMUM, *added)
+        if any(time.alone for time in times):
+            return max(_MINIMUM, *(_behind_computation(times, group, machines) for group in groups))
+        return max(_MINIMUM, *(max(times[rank].seconds for rank in group) for group in groups))
+
+
+def _behind_computation(times: Sequence[RunTime], group: Group, machines: Sequence[int]) -> float:
+    """Seconds that a collective of a group adds to the computation before it; the mean over runs."""
+    of_machine = {machine: [r for r, m in enumerate(machines) if m == machine] for machine in machines}
+    places = {machines[rank] for rank in group}
+    added = []
+    for run in range(len(times[group[0]].alone)):
+        computing, ending = [], []
+        for machine in places:
+            alone = [times[rank].alone[run] for rank in of_machine[machine]]
+            computing.append(max(end for _, end in alone) - min(begin for begin, _ in alone))
+            begins = [times[rank].behind[run][0] for rank in of_machine[machine]]
+            ends = [times[rank].behind[run][1] for rank in group if machines[rank] == machine]
+            ending.append(max(ends) - min(begins))
+        added.append(max(ending) - max(computing))
+    return fmean(added) / times[group[0]].trips
 
 
 def _beside_products(groups: Sequence[Sequence[tuple[tuple[float, float], ...]]]) -> float:
@@ -172,7 +191,7 @@ def behind_work(
     meet: Callable[[], object],
     period: float = 0.0,
 ) -> RunTime:
-    """Mean times over runs behind computation, and of the computation by itself, in turns.
+    """Times of runs behind computation, and of the computation by itself, in turns.
 
     Ranks outside all groups compute, too.
 
@@ -186,7 +205,8 @@ def behind_work(
         period: of the quota of this rank; see `CoreSharing`.
     """
     repeats, product = min(repeats, _MOST_RUNS), _product()
-    alone = elapsed = 0.0
+    alone: list[tuple[float, float]] = []
+    behind: list[tuple[float, float]] = []
 
     def compute() -> float:
         """Compute and write what is sent; when that began."""
@@ -201,12 +221,13 @@ def behind_work(
     _use_up_quota(product, period)
     for _ in range(repeats):
         begin = compute()
-        alone += time.perf_counter() - begin
+        alone.append((begin, time.perf_counter()))
         begin = compute()
         if start is not None:
             start().wait()
-            elapsed += time.perf_counter() - begin
-    return RunTime(elapsed / repeats / trips, alone / repeats / trips)
+        behind.append((begin, time.perf_counter()))
+    elapsed = 0.0 if start is None else fmean(end - begin for begin, end in behind) / trips
+    return RunTime(elapsed, tuple(alone), tuple(behind), trips)
 
 
 def runs_in_quota(most: int, period: float, seconds: float) -> int:

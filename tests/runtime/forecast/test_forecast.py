@@ -18,7 +18,7 @@ from distgraph.resources.cluster import Cluster, MeasuredTable
 from distgraph.resources.mesh_communication import MeshCommunication
 from distgraph.runtime.forecast.communication_cost import Message, TrafficCost
 from distgraph.runtime.forecast.forecast import Forecast, forecast, out_of_memory
-from distgraph.runtime.forecast.in_flight import NOTHING_IN_FLIGHT, InFlight
+from distgraph.runtime.forecast.in_flight import NOTHING_IN_FLIGHT
 from distgraph.runtime.forecast.op_cost import OpCost
 from distgraph.runtime.forecast.stream_model import Streams, _Run
 from distgraph.runtime.program.build import Build
@@ -372,67 +372,6 @@ def test_collectives_under_way_at_once_are_worked_for_once():
     run._communicate(second, Message("all_reduce", 4.0, 0.0, "ethernet", 4.0))
     run._wait_for(("a", "b"))
     assert run.clock == pytest.approx(10.0)
-
-
-@pytest.mark.parametrize("micro_batches", [1, 4])
-def test_a_product_waits_only_for_the_weight_that_it_reads(micro_batches: int):
-    """Three weights are gathered at the start of a step; the products of a first one take longer than that.
-
-    Products of two rows take next to no time, so that most of the three gathers, one after the other, counts.
-    """
-
-    def exposed(rows: int) -> tuple[float, float]:
-        build = chain(rows, [1024] * 4, [grid(dp=2)] * 3, micro_batches, weights=[["dp", None]] * 3)
-        found = forecast(build, machines(1, 1), trace=True)
-        load = found.tasks["load.s0"].last
-        spans = [span.seconds for span in load.spans if span.kind == "comm.all_gather"]
-        assert spans == pytest.approx([spans[0]] * 3)
-        return load.exposed, spans[0]
-
-    assert exposed(4096)[0] == pytest.approx(exposed(4096)[1], rel=0.02)
-    waited, one = exposed(2)
-    assert 2.5 * one < waited < 3 * one
-
-
-def test_what_is_in_flight_uses_links_of_the_next_task():
-    """A gather of 4 s that began 1 s before the end of a load task; the next one of its group follows it."""
-    build, cluster = serial_chain(), machines(1)
-    price = costs(build, cluster)
-    streams = Streams(price.program, price.storage, price, TrafficCost(build.lowered, cluster, (0,)))
-    local = local_of("comm.all_gather", "a", (0, 1))
-    channel = ("nvlink", (0, 1), 0)
-    started = InFlight(
-        {"x": 4.0}, {"x": 0.0}, {"x": channel}, {channel: 4.0}, {channel: local.op}, {channel: (0.0, 4.0)}
-    )
-    in_flight = started.after(1.0)
-    assert (in_flight.ends, in_flight.channels) == ({"x": 3.0}, {channel: 3.0})
-    assert not started.after(5.0).channels
-    run = _Run(streams, price.program.tasks[0], True, {}, in_flight, True)
-    run._communicate(local, Message("all_gather", 2.0, 0.0, "nvlink"))
-    assert [(span.start, span.seconds) for span in run.spans] == [(3.0, 2.0)]
-
-
-def test_links_carry_no_more_than_all_that_use_them_together():
-    """Groups over one link, of 1, 1 and 5 s: all end when the link has carried them.
-
-    Three that begin together get a third of the link each, so the short ones end after 3 s. At that time 4 s
-    are left of the long one, and another of 4 s ends with it.
-    """
-    build, cluster = serial_chain(), machines(1)
-    price = costs(build, cluster)
-    traffic = TrafficCost(build.lowered, cluster, (0,))
-    run = _Run(
-        Streams(price.program, price.storage, price, traffic),
-        price.program.tasks[0], True, {}, NOTHING_IN_FLIGHT, False,
-    )  # fmt: skip
-    for rank, (name, seconds) in enumerate((("a", 1.0), ("b", 1.0), ("c", 5.0))):
-        local = local_of("comm.all_reduce", name, (0, 1 + rank))
-        run._communicate(local, Message("all_reduce", seconds, 0.0, "nvlink"))
-    assert run.ends == pytest.approx({"a": 3.0, "b": 3.0, "c": 7.0})
-    run._wait_for(("a", "b"))
-    local = local_of("comm.all_reduce", "d", (0, 7))
-    run._communicate(local, Message("all_reduce", 4.0, 0.0, "nvlink"))
-    assert run.ends == pytest.approx({"c": 11.0, "d": 11.0})
 
 
 def local_of(mode: str, name: str, group: tuple[int, ...]) -> LocalOp:

@@ -26,24 +26,40 @@ def meet() -> None:
     """Return at once, as the ranks of a job of one rank meet."""
 
 
+def behind(alone: tuple[float, float], message: tuple[float, float]) -> RunTime:
+    """One run with begins and ends of the computation without the message, and with it."""
+    return RunTime(message[1] - message[0], (alone,), (message,))
+
+
 def test_a_message_behind_work_takes_what_it_adds() -> None:
-    """Of ranks of one machine, the one that computes last ends the computation; never nothing or less."""
-    found = [RunTime(9.0, 2.0), RunTime(8.0, 6.0), RunTime(0.0, 5.0)]
-    assert CoreSharing((2.0, 2.0, 2.0)).added_seconds(found) == 3.0
-    assert 0 < CoreSharing((2.0,) * 2).added_seconds([RunTime(3.0, 3.0), RunTime(2.0, 1.0)]) < 1e-5
+    """Of ranks of one machine, the first to begin and the last to end count; never nothing or less.
+
+    Rank 1 gets the core when rank 0 has computed: both compute for 4 s. Rank 2 has no message.
+    """
+    found = [
+        behind((0.0, 2.0), (10.0, 16.0)),
+        behind((2.0, 4.0), (12.0, 17.0)),
+        behind((0.0, 3.0), (10.0, 19.0)),
+    ]
+    assert CoreSharing((2.0, 2.0, 2.0)).added_seconds(found, [(0, 1)]) == 3.0
+    early = [behind((0.0, 2.0), (10.0, 11.0)), behind((1.0, 3.0), (11.0, 12.0))]
+    assert 0 < CoreSharing((2.0,) * 2).added_seconds(early) < 1e-5
     once = behind_work(Slept, None, 3, 1, 0.002, meet)
     assert CoreSharing().added_seconds([once]) > 0.015
     there_and_back = behind_work(Slept, None, 3, 2, 0.002, meet)
     assert 0.007 < CoreSharing().added_seconds([there_and_back]) < CoreSharing().added_seconds([once])
-    assert there_and_back.alone < once.alone
+    assert CoreSharing((1.0,) * 2).added_seconds([RunTime(3.0), RunTime(5.0)]) == 5.0
 
 
 def test_waiting_for_a_slower_machine_is_not_part_of_a_message() -> None:
-    """The ranks of the second machine compute for 12 s, half as fast as those of the first."""
+    """The ranks of the second machine compute for 12 s, half as fast as those of the first; clocks differ."""
     cores = CoreSharing((2.0, 2.0, 4.0, 4.0), machines=(0, 0, 2, 2))
-    across = [RunTime(13.0, 5.0), RunTime(13.5, 6.0), RunTime(13.0, 12.0), RunTime(13.0, 11.0)]
+    first, second = (0.0, 6.0), (100.0, 112.0)
+    across = [behind(first, (7.0, 20.0)), behind(first, (7.0, 20.5))]
+    across += [behind(second, (113.0, 126.0)), behind(second, (113.0, 126.5))]
     assert cores.added_seconds(across) == 1.5
-    inside = [RunTime(7.0, 5.0), RunTime(8.0, 6.0), RunTime(12.5, 12.0), RunTime(12.5, 11.0)]
+    inside = [behind(first, (7.0, 14.0)), behind(first, (7.0, 15.0))]
+    inside += [behind(second, (113.0, 125.5)), behind(second, (113.0, 125.5))]
     assert cores.added_seconds(inside, [(0, 1), (2, 3)]) == 2.0
 
 
