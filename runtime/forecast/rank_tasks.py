@@ -3,8 +3,8 @@
 *In:* a rank with its program and streams, and how fast it computes in every task.
 *Out:* a `TaskForecast` for each task: with the last micro-batch, and with one in the middle.
 *Invariant:* what a task does not wait for is counted where it is waited for: sums of gradients in the task
-that updates parameters. Only waits for parameters that a load task gathers are counted in the load task,
-because the run of a task that waits for them, its first, has no times of its own.
+that updates parameters. Waits for parameters that a load task gathers are the exception, and are counted in
+the load task: only the first run of another task waits for them, and that run has no times of its own.
 """
 
 from __future__ import annotations

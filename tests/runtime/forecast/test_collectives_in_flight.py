@@ -50,8 +50,8 @@ def test_a_product_waits_only_for_the_weight_that_it_reads(micro_batches: int):
 
     def exposed(rows: int) -> tuple[float, float]:
         build = chain(rows, [1024] * 4, [grid(dp=2)] * 3, micro_batches, weights=[["dp", None]] * 3)
-        found = forecast(build, machines(1, 1), trace=True)
-        load = found.tasks["load.s0"].last
+        step = forecast(build, machines(1, 1), trace=True)
+        load = step.tasks["load.s0"].last
         spans = [span.seconds for span in load.spans if span.kind == "comm.all_gather"]
         assert spans == pytest.approx([spans[0]] * 3)
         return load.exposed, spans[0]
@@ -74,9 +74,9 @@ def test_a_step_is_no_longer_than_when_it_waits_for_all_gathers_first(
 ):
     """Stages that share ranks have several load tasks there, and other ranks have one of them."""
     build = chain(8, [1024] * 5, meshes, micro_batches, policy, weights=[["dp", None]] * 4)
-    found = forecast(build, machines(2, 2)).step_seconds
+    seconds = forecast(build, machines(2, 2)).step_seconds
     monkeypatch.setattr(Streams, "hands_on", lambda self, task: False)
-    assert found <= forecast(build, machines(2, 2)).step_seconds
+    assert seconds <= forecast(build, machines(2, 2)).step_seconds
 
 
 CONVOLUTIONS = {
@@ -96,8 +96,8 @@ def test_gathers_that_the_backward_part_reads_first(case: Case, micro_batches: i
     case = replace(case, micro=micro_batches, dtype="f32")
     with closing(case.engine()) as engine:
         build = engine.prepare(batches(case.model, case.dtype, case.size)[0]).build
-        found = forecast(build, machines(2, 2), runtime=runtime)
-    assert all(task.last.seconds >= task.last.compute for task in found.tasks.values())
+        step = forecast(build, machines(2, 2), runtime=runtime)
+    assert all(task.last.seconds >= task.last.compute for task in step.tasks.values())
 
 
 def test_what_is_in_flight_uses_links_of_the_next_task():
