@@ -41,6 +41,7 @@ Count = Annotated[int, Field(gt=0, le=MOST_DEVICES, strict=True)]
 Fraction = Annotated[float, Field(ge=1e-6, le=1, strict=True)]
 Error = Annotated[float, Field(ge=0, le=1e6, strict=True)]
 Half = Annotated[float, Field(ge=0, le=1e12, strict=True)]
+Exponent = Annotated[float, Field(ge=0.5, le=8, strict=True)]
 RATED_DTYPES: Final = ("f64", "f32", "tf32", "f16", "bf16", "f8", "i8")
 """Dtypes for which a device may state a compute rate. tf32 is the rate of f32 operands on tensor cores, but
 products of f32 tensors are priced by the rate of f32."""
@@ -76,7 +77,7 @@ OpKind = Annotated[str, AfterValidator(_kind_of_op)]
 AnyDtype = Annotated[str, AfterValidator(_dtype)]
 
 
-@documented("error", "copied")
+@documented("error", "copied", "exponent")
 @dataclass(frozen=True, slots=True)
 class MatmulRate:
     """How much of its peak a device reaches in contractions of one dtype.
@@ -87,12 +88,14 @@ class MatmulRate:
         error: relative error of the fit, by name of the number.
         copied: seconds for an element that is copied to be multiplied, or after it was; None where the
             device multiplies operands of any order in place.
+        exponent: how steeply the efficiency rises with a size; see `ComputeCost`.
     """
 
     efficiency: Fraction
     half: Annotated[tuple[Half, ...], Field(min_length=3, max_length=3)]
     error: Mapping[str, Error] = field(default_factory=dict, hash=False)
     copied: Seconds | None = None
+    exponent: Exponent = 1.0
 
 
 @documented(complete=False)

@@ -8,7 +8,7 @@ There are four classes of ops; each includes the time to start the op:
     lookup   launch + bytes / (memory bandwidth * lookup_efficiency)
     launch   launch
 
-    e = efficiency * m / (m + m_half) * n / (n + n_half) * k / (k + k_half)
+    e = efficiency / ((1 + (m_half / m)**x) * (1 + (n_half / n)**x) * (1 + (k_half / k)**x)), x = exponent
 
 A matmul follows a roofline model whose compute roof is lower for small matrices: partly filled tiles at the
 edges waste work, and a short contraction does not hide the filling and draining of the pipeline. In a batch
@@ -31,6 +31,8 @@ Sharding the output channels therefore divides only the FLOPs.
 """
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 
@@ -120,7 +122,8 @@ class ComputeCost:
         peak = hardware.peak[dtype] if dtype in hardware.peak else self.cluster.flops(device, dtype)
         reached = peak * rate.efficiency
         for size, half in zip(dims[1:], rate.half, strict=True):
-            reached *= size / (size + half) if half else 1.0
+            if half:
+                reached /= 1 + (half / size) ** rate.exponent if size else math.inf
         return max(reached, 1.0)  # an empty matrix has no FLOPs either
 
     def _rate(self, device: Device, kind: str) -> float:

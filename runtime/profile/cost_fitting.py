@@ -4,19 +4,14 @@
 *Out:* `Compute` of a device with the relative error of every number; launch time, latencies and bandwidths of
 links likewise.
 
-Every fit minimises a sum of Huber losses of relative errors, x >= 0:
+Fits are those of `robust_fitting.py`. Errors of links are relative to the measured times, which spread
+because of disturbances, and the fit is near the median. Errors of ops are relative to the fit: after the mean
+over rounds, their times spread because the same op takes longer in one place than in another (the first of
+its kind has cold caches). A step is the sum of all ops, so the fit must be near the mean; errors relative to
+the measured time would weight long times less than short ones and underestimate sums.
 
-    minimise   sum_i huber((a_i . x - t_i) / s_i)
-
-so that a disturbed run has little weight, and errors are relative. Links use s_i = t_i: their times spread
-because of disturbances, and the fit is near the median. Ops use s_i = a_i . x of the previous iteration:
-after the mean over rounds, their times spread because the same op takes longer in one place than in another
-(the first of its kind has cold caches). A step is the sum of all ops, so the fit must be near the mean;
-errors relative to the measured time would weight long times less than short ones and underestimate sums.
-
-The efficiency of matmuls by shape is such a problem in each of its three lengths with the other two fixed;
-the lengths are fitted in turns. A table of one kind of op is an increasing piecewise linear function, fitted
-likewise.
+The efficiency of matmuls by shape is fitted in `matmul_fitting.py`. A table of one kind of op is an
+increasing piecewise linear function.
 """
 
 from __future__ import annotations
@@ -24,23 +19,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib import import_module
 from typing import Any, Final
 
 import numpy as np
 
-from distgraph.errors import ResourceError
 from distgraph.ir.op_registry import REGISTRY
 from distgraph.resources import Cluster, CollectiveCost
 from distgraph.resources.cluster import Compute, MatmulRate, OpTable
 from distgraph.runtime.forecast.op_cost import Work
+from distgraph.runtime.profile.matmul_fitting import fit_matmul
+from distgraph.runtime.profile.robust_fitting import TURNS, Vector, expected, mean_error, robust
 
-Vector = np.ndarray
-_HUBER: Final = 0.1  # relative error from which a measurement counts as disturbed
-_SPREAD: Final = 0.5  # the same where places differ, after the mean over rounds
 _SMALL, _LARGE = 2**16, 2**18  # bytes up to which starting an op, and from which moving bytes, decides
 _SPACING: Final = 3.0  # least factor between two knots of a table
-_TURNS: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,63 +76,6 @@ class LinkFit:
     error: Mapping[str, float]
 
 
-def robust(
-    rows: Vector,
-    seconds: Vector,
-    prior: Vector | None = None,
-    like: Vector | None = None,
-    far: float = _HUBER,
-) -> Vector:
-    """Robust least squares: x >= 0 that minimises the Huber loss of the relative errors of rows @ x.
-
-    Args:
-        rows: [measurements, unknowns].
-        seconds: [measurements]; positive without `like`.
-        prior: [unknowns], nan where there is none; decides only what the measurements leave open.
-        like: [measurements], positive: what errors are relative to; the seconds themselves by default.
-        far: relative error from which a measurement counts less.
-
-    Raises:
-        ResourceError: no measurement, or the solver found no solution.
-    """
-    if not len(rows):
-        raise ResourceError("fit: there is no measurement; give the profile more seconds")
-    cp: Any = import_module("cvxpy")  # a second of start-up time: only for those who fit
-    unit = seconds if like is None else like
-    relative = rows / unit[:, None]
-    scale = np.abs(relative).max(axis=0)
-    scale[scale == 0] = 1.0
-    x = cp.Variable(rows.shape[1], nonneg=True)
-    loss = cp.sum(cp.huber(relative / scale @ x - seconds / unit, far)) / len(rows)
-    if prior is not None:
-        stated = np.flatnonzero(np.isfinite(prior) & (prior > 0))
-        if stated.size:
-            loss += 1e-5 * cp.sum_squares(x[stated] / (prior[stated] * scale[stated]) - 1)
-    problem = cp.Problem(cp.Minimize(loss))
-    problem.solve(solver=cp.CLARABEL)
-    if x.value is None:
-        raise ResourceError(f"fit: the solver ended with {problem.status}; measure again")
-    solution: Vector = np.maximum(np.asarray(x.value), 0.0) / scale
-    return solution
-
-
-def expected(rows: Vector, seconds: Vector, start: float | Vector = 0.0) -> Vector:
-    """x >= 0 such that start + rows @ x is near the mean of the seconds with equal rows."""
-    like, x = seconds, np.zeros(rows.shape[1])
-    for _ in range(_TURNS):
-        x = robust(rows, seconds - start, like=like, far=_SPREAD)
-        before, like = like, np.maximum(start + rows @ x, 1e-9)
-        if np.allclose(before, like, rtol=1e-3):
-            break
-    return x
-
-
-def mean_error(predicted: Vector, seconds: Vector, like: Vector | None = None) -> float:
-    """Mean of |predicted - measured| / like, which are the measured seconds by default; 0 without any."""
-    unit = seconds if like is None else like
-    return float(np.mean(np.abs(predicted - seconds) / unit)) if len(seconds) else 0.0
-
-
 def fit_compute(
     samples: Sequence[tuple[Work, float]], peak: Mapping[str, float], memory_bandwidth: float | None
 ) -> ComputeFit:
@@ -172,14 +106,15 @@ def fit_compute(
     for dtype in dict.fromkeys(work.dtype for work, _ in samples):
         products = [s for s in _select(samples, "matmul") if s[0].dtype == dtype and _costs_by_shape(s[0].op)]
         if products:
-            rate, half, copied, starts, wrong = fit_matmul(products, per_byte)
-            for op, start in starts.items():
+            fit = fit_matmul(products, per_byte)
+            for op, start in fit.launches.items():
                 launches.setdefault(op, {})[dtype] = OpTable(launch=start)
             if dtype not in peak:
-                measured[dtype] = rate
-            efficiency = _fraction(rate / peak.get(dtype, rate))
-            per_flop[dtype] = 1 / rate
-            rates[dtype] = MatmulRate(efficiency, half, {"efficiency": wrong}, copied)
+                measured[dtype] = fit.rate
+            efficiency = _fraction(fit.rate / peak.get(dtype, fit.rate))
+            per_flop[dtype] = 1 / fit.rate
+            error_of = {"efficiency": fit.error}
+            rates[dtype] = MatmulRate(efficiency, fit.half, error_of, fit.copied, fit.exponent)
     ops = {**fit_tables(samples, per_byte, per_flop), **launches}
     compute = Compute(launch, _fraction(1 / (per_byte * bandwidth)), lookup_efficiency, rates, ops, error)
     return ComputeFit(compute, bandwidth, measured)
@@ -216,40 +151,6 @@ def _slope(samples: Sequence[tuple[Work, float]], launch: float) -> tuple[float,
     rows, seconds = _columns(samples, "nbytes"), _seconds(samples)
     slope = max(float(expected(rows, seconds, launch)[0]), 1e-15)
     return slope, mean_error(launch + slope * rows[:, 0], seconds)
-
-
-def fit_matmul(
-    samples: Sequence[tuple[Work, float]], per_byte: float
-) -> tuple[float, tuple[float, float, float], float | None, dict[str, float], float]:
-    """Rate of large matmuls, lengths of m, n and k at which it halves, seconds of an element that is copied,
-    launch time by op, mean error.
-
-    Args:
-        samples: contractions of one dtype.
-        per_byte: seconds of moving a byte; contractions that it decides say nothing of the rate.
-    """
-    seconds, moving = _seconds(samples), per_byte * _columns(samples, "nbytes")[:, 0]
-    ops = list(dict.fromkeys(work.op for work, _ in samples))
-    starting = np.array([[*(float(work.op == op) for op in ops), work.copied] for work, _ in samples])
-    flops = _columns(samples, "flops")[:, 0]
-    sizes = np.array([work.dims[1:] for work, _ in samples], float)
-    bound = moving < 0.9 * seconds
-    bound |= not bound.any()
-    half, per_flop, starts, like = np.zeros(3), 1.0, np.zeros(len(ops) + 1), None
-    for _ in range(_TURNS):
-        for axis in range(3):
-            others = [other for other in range(3) if other != axis]
-            shared = flops * np.prod(1 + half[others] / sizes[:, others], axis=1)
-            rows = np.column_stack([shared, shared / sizes[:, axis], starting])[bound]
-            solution = robust(rows, seconds[bound], like=like)
-            like = np.maximum(rows @ solution, 1e-9)
-            per_flop, starts = max(float(solution[0]), 1e-18), solution[2:]
-            half[axis] = min(float(solution[1]) / per_flop, 1e4)
-    model = starting @ starts + np.maximum(flops * per_flop * np.prod(1 + half / sizes, axis=1), moving)
-    lengths = (float(half[0]), float(half[1]), float(half[2]))
-    launches = dict(zip(ops, map(float, starts), strict=False))
-    copied = float(starts[-1]) if starting[bound, -1].any() else None
-    return 1 / per_flop, lengths, copied, launches, mean_error(model, seconds)
 
 
 def fit_tables(
@@ -338,9 +239,9 @@ def fit_links(cluster: Cluster, messages: Sequence[Message]) -> LinkFit:
     seconds = np.array([m.seconds for m in messages])
     like = _typical_seconds(messages)
     x, rows = np.zeros(1 + 2 * len(origins)), np.zeros((len(messages), 1 + 2 * len(origins)))
-    for turn in range(_TURNS):
+    for turn in range(TURNS):
         # First every class of links that may be the bottleneck, then those that are with the numbers.
-        rows = _link_rows(present, origins, messages, 1.0 if turn < _TURNS // 2 else 1e-12)
+        rows = _link_rows(present, origins, messages, 1.0 if turn < TURNS // 2 else 1e-12)
         x = robust(rows, seconds, prior, like)
         present = _with_numbers(present, origins, x)
     used = [bool(column.any()) for column in rows.T]

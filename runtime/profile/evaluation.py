@@ -29,11 +29,11 @@ from distgraph.runtime.profile.cost_fitting import (
     fit_compute,
     fit_links,
     link_bounds,
-    robust,
 )
 from distgraph.runtime.profile.measurements import kept_runs, other_uses
 from distgraph.runtime.profile.processor_use import Disturbance, OtherUse
 from distgraph.runtime.profile.resource_writer import Measured
+from distgraph.runtime.profile.robust_fitting import robust
 from distgraph.runtime.profile.shared_cores import MOST_WORK_SECONDS, CoreSharing, host_times
 
 Runs = Mapping[str, Mapping[str, Any]]

@@ -31,7 +31,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 
 from distgraph.resources.host_times import HostTimes
-from distgraph.runtime.profile.cost_fitting import expected
+from distgraph.runtime.profile.robust_fitting import expected
 from distgraph.runtime.transport import collectives
 from distgraph.runtime.transport.core_binding import cpu_quota, quota_period
 from distgraph.runtime.transport.mpi import MpiTransport

@@ -96,7 +96,8 @@ def _apply_device(entry: dict[str, Any], names: list[str], prefix: str, calibrat
             rate = device.compute.matmul[rest[0]]
             half = [_short(each) for each in rate.half]
             copied = {} if rate.copied is None else {"copied": format_time(rate.copied)}
-            numbers = {"efficiency": _short(rate.efficiency), "half": half, **copied}
+            steepness = {} if rate.exponent == 1 else {"exponent": rate.exponent}
+            numbers = {"efficiency": _short(rate.efficiency), "half": half, **steepness, **copied}
             compute.setdefault("matmul", {})[rest[0]] = numbers
             path = f"compute.matmul.{rest[0]}"
             earlier = origins.get(path)

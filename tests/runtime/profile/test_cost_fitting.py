@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -21,12 +22,12 @@ from distgraph.runtime.profile.cost_fitting import (
     Message,
     fit_compute,
     fit_links,
-    fit_matmul,
     fit_table,
     fit_tables,
-    robust,
 )
+from distgraph.runtime.profile.matmul_fitting import fit_matmul
 from distgraph.runtime.profile.probe_programs import probes
+from distgraph.runtime.profile.robust_fitting import robust
 
 
 def disturbed(seconds: np.ndarray, noise: float = 0.03, every: int = 11) -> np.ndarray:
@@ -63,8 +64,8 @@ def test_stated_number_decides_only_what_measurements_leave_open() -> None:
     assert found[2] == pytest.approx(5.0, rel=0.01)
 
 
-@pytest.mark.parametrize("per_copied", [0.7e-9, None])
-def test_matmul_rate_lengths_copies_and_launch_are_found(per_copied: float | None) -> None:
+@pytest.mark.parametrize(("per_copied", "exponent"), [(0.7e-9, 1.0), (None, 1.0), (None, 1.75)])
+def test_matmul_rate_lengths_copies_and_launch_are_found(per_copied: float | None, exponent: float) -> None:
     rate, half, starts = 9e10, (40.0, 12.0, 25.0), {"matmul": 4e-6, "einsum": 9e-6}
     samples, exact = [], []
     random = np.random.default_rng(0)
@@ -72,21 +73,22 @@ def test_matmul_rate_lengths_copies_and_launch_are_found(per_copied: float | Non
         m, n, k = (int(size) for size in np.exp(random.uniform(2, 7.5, 3)))
         op = str(random.choice(["matmul", "einsum"]))
         flops = 2.0 * m * n * k
-        reached = rate * m / (m + half[0]) * n / (n + half[1]) * k / (k + half[2])
+        reached = rate / math.prod(
+            1 + (h / size) ** exponent for h, size in zip(half, (m, n, k), strict=True)
+        )
         copied = m * n * float(random.integers(2)) if op == "einsum" and per_copied else 0.0
         nbytes = 4.0 * (m * n + n * k + m * k)
         samples.append(Work("matmul", flops, nbytes, "f32", (1, m, n, k), op, copied=copied))
         exact.append(starts[op] + flops / reached + copied * (per_copied or 0.0))
     seconds = disturbed(np.array(exact), every=13)
-    found_rate, found_half, found_copied, found_starts, error = fit_matmul(
-        list(zip(samples, seconds.tolist(), strict=True)), per_byte=1e-13
-    )
-    assert found_rate == pytest.approx(rate, rel=0.1)
-    assert found_half == pytest.approx(half, rel=0.3)
-    assert found_copied == (None if per_copied is None else pytest.approx(per_copied, rel=0.15))
+    fit = fit_matmul(list(zip(samples, seconds.tolist(), strict=True)), per_byte=1e-13)
+    assert fit.exponent == pytest.approx(exponent, abs=0.25)
+    assert fit.rate == pytest.approx(rate, rel=0.1 if exponent == 1 else 0.05)
+    assert fit.half == pytest.approx(half, rel=0.3)
+    assert fit.copied == (None if per_copied is None else pytest.approx(per_copied, rel=0.15))
     for op, start in starts.items():
-        assert found_starts[op] == pytest.approx(start, rel=0.15)
-    assert error < 0.12  # 3 % of noise, and one in thirteen three quarters off
+        assert fit.launches[op] == pytest.approx(start, rel=0.15)
+    assert fit.error < 0.12  # 3 % of noise, and one in thirteen three quarters off
 
 
 def test_table_follows_the_knee_of_a_cache() -> None:
