@@ -128,12 +128,13 @@ def patterns(cluster: Cluster, groups: Iterable[tuple[int, ...]]) -> tuple[Group
     if cluster.network.topology in ("none", "switch"):
         contending = [_canonical_groups(cluster, members) for members in contending]
     ordered = [
-        tuple(sorted(members, key=lambda g: (-_machine_count(cluster, g), g))) for members in contending
+        tuple(sorted(members, key=lambda g: (-machine_count(cluster, g), g))) for members in contending
     ]
     return tuple(dict.fromkeys(ordered))
 
 
-def _machine_count(cluster: Cluster, group: tuple[int, ...]) -> int:
+def machine_count(cluster: Cluster, group: Iterable[int]) -> int:
+    """Number of the machines of some devices."""
     return len({cluster.devices[device].machine for device in group})
 
 

@@ -22,7 +22,7 @@ from distgraph.passes.partition import LocalOp, RankProgram
 from distgraph.passes.redistribution.halo import halo_tiles
 from distgraph.passes.redistribution.tiles import link_bytes, renumbered, tiles_between
 from distgraph.resources import Cluster
-from distgraph.resources.mesh_communication import MeshCommunication, representative_devices
+from distgraph.resources.mesh_communication import MeshCommunication, machine_count, representative_devices
 from distgraph.runtime.program.storage import nbytes
 
 _Exchange = tuple[str, tuple[int, ...], str, DistAttr, DistAttr, object]
@@ -39,6 +39,7 @@ class Message:
         wire: bytes that all ranks together send (ring algorithms).
         link: kind of the bottleneck link; "" if nothing is sent.
         busy: part of `seconds` for which the ranks themselves work for the message.
+        between: whether it is sent between machines.
     """
 
     kind: str
@@ -46,6 +47,7 @@ class Message:
     wire: float
     link: str
     busy: float = 0.0
+    between: bool = False
 
 
 class TrafficCost:
@@ -76,7 +78,8 @@ class TrafficCost:
         if len(local.attrs["group"]) > 1 and size:
             axes = tuple(op.attrs["axes"])
             seconds, link, busy = self.communication.estimate(declared.name, mesh, axes, size)
-        return Message(declared.name, seconds, mesh.size * float(local.attrs["wire"]), link, busy)
+        between = machine_count(self.cluster, [self.devices[rank] for rank in local.attrs["group"]]) > 1
+        return Message(declared.name, seconds, mesh.size * float(local.attrs["wire"]), link, busy, between)
 
     def exchange(self, op: Op) -> Message:
         """Pieces from rank to rank: a permute, a halo, a transfer between meshes."""
@@ -96,7 +99,8 @@ class TrafficCost:
             busy = cost.exchange_busy(placed)
             largest = max(placed, key=lambda pair: placed[pair], default=None)
             link = "" if largest is None else self.communication.narrowest(*largest)
-            self._exchanges[key] = Message("send", seconds, wire, link, busy)
+            between = any(machine_count(self.cluster, pair) > 1 for pair in placed)
+            self._exchanges[key] = Message("send", seconds, wire, link, busy, between)
         return self._exchanges[key]
 
     def link_seconds(self, op: Op) -> dict[int, float]:

@@ -32,6 +32,8 @@ class InFlight:
         latest: channel -> its last communication.
         served: channel -> time at which it was last free, and seconds of all that it carries since then, as
             long as each takes by itself.
+        transfers: value of a collective between machines -> when it began, and seconds for which the device
+            works for it in all.
     """
 
     ends: Mapping[str, float] = field(default_factory=dict)
@@ -40,6 +42,7 @@ class InFlight:
     channels: Mapping[Channel, float] = field(default_factory=dict)
     latest: Mapping[Channel, Op] = field(default_factory=dict)
     served: Mapping[Channel, tuple[float, float]] = field(default_factory=dict)
+    transfers: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     def after(self, seconds: float) -> InFlight:
         """The same collectives some seconds later, before anything waits for them."""
@@ -50,7 +53,28 @@ class InFlight:
             channels=channels,
             latest={channel: self.latest[channel] for channel in channels},
             served={c: (self.served[c][0] - seconds, self.served[c][1]) for c in channels},
+            transfers={value: (begun - seconds, work) for value, (begun, work) in self.transfers.items()},
         )
 
 
 NOTHING_IN_FLIGHT: Final = InFlight()
+
+
+def work_due(transfer: tuple[float, float], end: float, left: float, clock: float) -> float:
+    """Seconds of the work for a transfer that are due at a time: as much of it as of the transfer has passed.
+
+    Args:
+        transfer: when it began, and seconds of its work in all.
+        end: when it ends.
+        left: seconds of its work that are not done.
+        clock: the time.
+
+    Example:
+        >>> work_due((1.0, 0.2), end=2.0, left=0.2, clock=1.5)
+        0.1
+    """
+    begun, work = transfer
+    if clock <= begun:
+        return 0.0
+    to_come = max(0.0, (end - clock) / (end - begun)) if end > begun else 0.0
+    return max(0.0, left - work * to_come)

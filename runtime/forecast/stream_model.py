@@ -11,8 +11,9 @@ together they take about as long as one after the other; those along different a
 Exchanges over the same links follow one another.
 
 A device that works for its collectives itself (`Message.busy`) does that work while it waits for any of them,
-the oldest first. The rest of this work is done when the program waits for the collective, or at the end of
-the task.
+the oldest first. Between machines a thread of the rank lets a collective go on, so that the work delays what
+the device computes during the transfer; inside a machine the rest of the work is done when the program waits
+for the collective, or at the end of the task.
 
     compute  | matmul | matmul |  wait  | add |            exposed = wait
     communicate       | all_reduce      |
@@ -34,7 +35,7 @@ from distgraph.passes.partition import LocalOp, LocalTask, RankProgram
 from distgraph.resources.runtimes.load_runtime import default_runtime
 from distgraph.resources.runtimes.runtime_model import Purpose, RuntimeModel
 from distgraph.runtime.forecast.communication_cost import Message, TrafficCost
-from distgraph.runtime.forecast.in_flight import NOTHING_IN_FLIGHT, Channel, InFlight
+from distgraph.runtime.forecast.in_flight import NOTHING_IN_FLIGHT, Channel, InFlight, work_due
 from distgraph.runtime.forecast.op_cost import NOTHING, OpCost, Work
 from distgraph.runtime.forecast.task_time import Span, TaskTime, repeated
 from distgraph.runtime.program.loop_plan import plan_loop
@@ -245,14 +246,12 @@ class _Run:
         self.storage = streams.storage
         self.clock = self.exposed = self.compute = self.communication = self.flops = 0.0
         self.issued = 0  # ops and collectives that the host has handed to the device
-        self.channels = dict(in_flight.channels)  # time at which each becomes free
-        self.latest = dict(in_flight.latest)  # its last communication
-        # when each was last free, and the seconds of what it carries since then
-        self.served = dict(in_flight.served)
         self.outgoing = 0.0  # time at which messages to other meshes have been sent
-        self.ends = dict(in_flight.ends)  # value -> end of the collective that computes it
-        self.busy = dict(in_flight.busy)  # value -> remaining work of the device for its collective
-        self.carrier = dict(in_flight.carriers)  # value -> channel of its collective
+        # collectives under way, as in `InFlight`
+        self.ends, self.busy = dict(in_flight.ends), dict(in_flight.busy)
+        self.transfers, self.carrier = dict(in_flight.transfers), dict(in_flight.carriers)
+        self.channels, self.latest = dict(in_flight.channels), dict(in_flight.latest)
+        self.served = dict(in_flight.served)
         slots, producers = streams.storage.slots, streams.program.graph.producers
         self.foreign = {
             slots[value.name].root: name for name in in_flight.ends for value in producers[name].results
@@ -316,8 +315,10 @@ class _Run:
         if not ends:
             return NOTHING_IN_FLIGHT
         busy = {name: self.busy[name] for name in ends}
+        transfers = {name: self.transfers[name] for name in ends if name in self.transfers}
         carriers = {name: self.carrier[name] for name in ends}
-        return InFlight(ends, busy, carriers, self.channels, self.latest, self.served).after(self.clock)
+        left = InFlight(ends, busy, carriers, self.channels, self.latest, self.served, transfers)
+        return left.after(self.clock)
 
     def _reduce(self, reductions: Sequence[_PricedOp]) -> None:
         """Run the reductions of gradients of another task to their end."""
@@ -339,6 +340,7 @@ class _Run:
 
     def _receive(self, name: str) -> None:
         work = self.busy.pop(name)
+        self.transfers.pop(name, None)
         self._wait(max(self.ends.pop(name), self.clock + work), work)
 
     def _wait(self, end: float, work: float = 0.0) -> None:
@@ -352,6 +354,15 @@ class _Run:
             idle -= done
         self.exposed += end - self.clock
         self.clock = end
+
+    def _work_beside(self) -> None:
+        """Do the work for transfers between machines that is due, which delays what follows."""
+        for name, transfer in self.transfers.items():
+            if left := self.busy.get(name):
+                due = work_due(transfer, self.ends[name], left, self.clock)
+                self.busy[name] -= due
+                self.exposed += due
+                self.clock += due
 
     def _execute(self, step: _PricedOp) -> None:
         local = step.local
@@ -381,6 +392,7 @@ class _Run:
         self.clock += seconds
         self.compute += seconds
         self.flops += step.work.flops if step.work.kind == "matmul" else 0.0
+        self._work_beside()
 
     def _run_loop(self, local: LocalOp, loop: TaskTime) -> None:
         """All turns of a loop, which waits for its own collectives."""
@@ -420,6 +432,8 @@ class _Run:
         self.communication += message.seconds
         self.channels[channel], self.latest[channel] = end, local.op
         self.ends[name], self.carrier[name], self.busy[name] = end, channel, message.busy
+        if message.between and message.busy:
+            self.transfers[name] = start, message.busy
         self._record_span("communicate", local, start, end - start)
         if not self.streams.overlaps(self.task, local):
             self.busy[name] = 0.0

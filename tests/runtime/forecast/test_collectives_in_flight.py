@@ -17,8 +17,8 @@ from distgraph.resources.runtimes.load_runtime import load_runtime
 from distgraph.runtime.forecast.communication_cost import Message, TrafficCost
 from distgraph.runtime.forecast.forecast import forecast
 from distgraph.runtime.forecast.in_flight import NOTHING_IN_FLIGHT, InFlight
-from distgraph.runtime.forecast.op_cost import OpCost
-from distgraph.runtime.forecast.stream_model import Streams, _Run
+from distgraph.runtime.forecast.op_cost import OpCost, Work
+from distgraph.runtime.forecast.stream_model import Streams, _PricedOp, _Run
 from distgraph.runtime.program.memory_plan import plan_storage
 
 grid = ProcessMesh.grid
@@ -137,3 +137,38 @@ def test_independent_collectives_delay_another_one_at_the_same_time(monkeypatch:
     for rank, name in enumerate(("x", "y", "xy")):
         run._communicate(all_reduce(name, (0, 1 + rank)), Message("all_reduce", 4.0, 0.0, "ici"))
     assert run.ends == pytest.approx({"x": 8.0, "y": 8.0, "xy": 8.0})
+
+
+@pytest.mark.parametrize(
+    ("between", "clocks"),
+    [(True, [2.5, 3.875, 4.0]), (False, [2.0, 3.0, 4.0])],
+    ids=["between machines", "inside a machine"],
+)
+def test_work_for_a_transfer_between_machines_delays_what_is_computed_meanwhile(
+    between: bool, clocks: list[float]
+):
+    """A sum of 4 s, 1 s of which the device works for it, beside computations of 2 s and of 1 s."""
+    run, local = run_of(streams_of_one_rank()), all_reduce("a", (0, 1))
+    run._communicate(local, Message("all_reduce", 4.0, 0.0, "ethernet", 1.0, between))
+    reached = []
+    for seconds in (2.0, 1.0):
+        run._execute(_PricedOp(LocalOp(local.op, "relu", {}), (), Work("memory"), seconds))
+        reached.append(run.clock)
+    run._wait_for(("a",))
+    assert [*reached, run.clock] == pytest.approx(clocks)
+    assert run.compute == 3.0
+    assert run.exposed == pytest.approx(run.clock - 3.0)
+
+
+def test_work_for_a_transfer_goes_on_in_the_next_task():
+    """Half of a transfer of 4 s and of its 1 s of work has passed when the task ends that began it."""
+    streams, channel = streams_of_one_rank(), ("ethernet", (0, 1), 0)
+    local = all_reduce("a", (0, 1))
+    begun = InFlight(
+        {"x": 4.0}, {"x": 0.5}, {"x": channel}, {channel: 4.0}, {channel: local.op}, {channel: (0.0, 4.0)},
+        {"x": (0.0, 1.0)},
+    ).after(2.0)  # fmt: skip
+    assert begun.transfers == {"x": (-2.0, 1.0)}
+    run = run_of(streams, begun)
+    run._execute(_PricedOp(LocalOp(local.op, "relu", {}), (), Work("memory"), 1.0))
+    assert run.clock == pytest.approx(1.25)

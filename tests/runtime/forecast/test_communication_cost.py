@@ -64,7 +64,8 @@ def anew(build: Build, op: Op, cluster: Cluster, devices: list[int]) -> Message:
     largest = max(placed, key=lambda pair: placed[pair])
     links = [cost.router.link(directed) for directed in cost.router.route(*largest)]
     link = min(links, key=lambda link: link.bandwidth or 0.0).kind
-    return Message("send", cost.exchange(placed), sum(placed.values()), link)
+    between = any(cluster.devices[a].machine != cluster.devices[b].machine for a, b in placed)
+    return Message("send", cost.exchange(placed), sum(placed.values()), link, between=between)
 
 
 @pytest.mark.parametrize("network", NETWORKS, ids=["switch", "tree"])
