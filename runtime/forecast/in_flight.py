@@ -1,11 +1,12 @@
-"""Collectives of a load task that later tasks wait for.
+"""Collectives that are under way at the end of a task, and that later tasks wait for or share links with.
 
 *In:* what is under way at the end of a task.
 *Out:* the same, some seconds later.
 
-A task that loads parameters starts to gather them, and the first op that reads a gathered parameter waits for
-it, in whichever task that op is (`Storage.late`). So the first products of a step run while later parameters
-are still being gathered.
+The task that updates parameters waits for the sums of gradients (`TaskForecast.late`), and what it sends
+itself follows them on their links. A task that loads parameters starts to gather them, and the first op that
+reads a gathered parameter waits for it, in whichever task that op is (`Storage.late`). So the first products
+of a step run while later parameters are still being gathered.
 """
 
 from __future__ import annotations
@@ -54,6 +55,17 @@ class InFlight:
             latest={channel: self.latest[channel] for channel in channels},
             served={c: (self.served[c][0] - seconds, self.served[c][1]) for c in channels},
             transfers={value: (begun - seconds, work) for value, (begun, work) in self.transfers.items()},
+        )
+
+    def joined(self, other: InFlight) -> InFlight:
+        """The channels of both, each as of that on which it becomes free later; no values to wait for."""
+        both = [self, other]
+        channels = self.channels.keys() | other.channels.keys()
+        last = {c: max(both, key=lambda one: one.channels.get(c, 0.0)) for c in channels}
+        return InFlight(
+            channels={c: one.channels[c] for c, one in last.items()},
+            latest={c: one.latest[c] for c, one in last.items()},
+            served={c: one.served[c] for c, one in last.items()},
         )
 
 

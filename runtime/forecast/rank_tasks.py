@@ -46,6 +46,7 @@ def time_tasks(
     newest = timed.program.graph.micro_batches - 1
     waits = _waits_for_loads(build, timed, speeds, bodies)
     pending: dict[str, float] = {}
+    sums = NOTHING_IN_FLIGHT  # on their links
     postponed: list[LocalTask] = []
     for name, micro in build.schedule.order(timed.rank):
         if name in bodies and micro != newest:
@@ -54,10 +55,18 @@ def time_tasks(
         task = tasks[timed.task_names[name]]
         after = None if task.per_micro else pending
         ends = not task.per_micro and task.kind != "load"
-        reduced = postponed if ends else []
-        last = streams.run(task, last=True, pending=after, postponed=reduced, trace=trace, speed=speeds[name])
+        last = streams.run(
+            task,
+            last=True,
+            pending=after,
+            postponed=postponed if ends else (),
+            in_flight=sums if ends else NOTHING_IN_FLIGHT,
+            trace=trace,
+            speed=speeds[name],
+        )
         postponed = [] if ends else [*postponed, *([task] if streams.postpones(task) else [])]
         pending = {} if not task.per_micro else {**remaining(pending, last.seconds), **last.late}
+        sums = sums.after(last.seconds).joined(last.in_flight) if task.per_micro else NOTHING_IN_FLIGHT
         wait = waits.get(name, 0.0)
         last = replace(last, seconds=last.seconds + wait, exposed=last.exposed + wait)
         times = (renamed(time, timed.values_here) for time in (bodies.get(name, last), last))

@@ -104,7 +104,7 @@ class Streams:
                 step.
             pending: value -> seconds until the collective of another task that computes it ends.
             postponed: tasks whose reductions of gradients run before the ops of this one; see `postpones`.
-            in_flight: collectives of a load task that are under way when the task starts.
+            in_flight: collectives of earlier tasks that are under way when the task starts.
             trace: whether to list the spans.
             speed: how many times as fast as the resource file says the device computes.
         """
@@ -312,8 +312,6 @@ class _Run:
         own = self.storage.late[self.task.name] if self.streams.hands_on(self.task) else ()
         names = {*self.foreign.values(), *own}
         ends = {name: end for name, end in self.ends.items() if name in names}
-        if not ends:
-            return NOTHING_IN_FLIGHT
         busy = {name: self.busy[name] for name in ends}
         transfers = {name: self.transfers[name] for name in ends if name in self.transfers}
         carriers = {name: self.carrier[name] for name in ends}

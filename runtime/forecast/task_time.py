@@ -39,7 +39,8 @@ class TaskTime:
         linked: kind of link -> seconds of collectives and messages over it, overlapped or not.
         sends: transfer op -> seconds from the start of the task until its bytes have arrived.
         late: value -> seconds from the end of the task until the collective that computes it ends.
-        in_flight: collectives of load tasks that later tasks wait for, from the end of the task.
+        in_flight: collectives under way at the end of the task: those of load tasks, for which later tasks
+            wait, and the links that sums of gradients still use.
         spans: ops by stream; empty unless requested.
     """
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from contextlib import closing
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from support.programs.equivalence import Case, batches, cases, mirrored, split_over_the_batch
 from support.programs.forecasts import chain, machines
 
+from distgraph import optim
 from distgraph.ir.graph import Op, Value
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.passes.partition import LocalOp
@@ -20,6 +22,7 @@ from distgraph.runtime.forecast.in_flight import NOTHING_IN_FLIGHT, InFlight
 from distgraph.runtime.forecast.op_cost import OpCost, Work
 from distgraph.runtime.forecast.stream_model import Streams, _PricedOp, _Run
 from distgraph.runtime.program.memory_plan import plan_storage
+from distgraph.runtime.report.timeline_segments import inner_segments
 
 grid = ProcessMesh.grid
 
@@ -59,6 +62,23 @@ def test_a_product_waits_only_for_the_weight_that_it_reads(micro_batches: int):
     assert exposed(4096)[0] == pytest.approx(exposed(4096)[1], rel=0.02)
     waited, one = exposed(2)
     assert 2.5 * one < waited < 3 * one
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_what_an_update_sends_follows_the_sums_of_gradients(micro_batches: int):
+    """ZeRO-1: a first gradient is there while others are still scattered; a link carries one at a time."""
+    mesh = grid(dp=2)
+    optimizer = optim.Adam(lr=1e-3, state_spec=optim.shard_states(mesh, "dp"))
+    build = chain(2, [1024] * 4, [mesh] * 3, micro_batches, weights=[[None, None]] * 3, optimizer=optimizer)
+    step = forecast(build, machines(1, 1), trace=True)
+    sent = sorted(
+        (segment.start, segment.start + segment.seconds, segment.op)
+        for segment in inner_segments(step, 0)
+        if segment.lane == "communicate" and segment.task != "load.s0"
+    )
+    assert {"comm.reduce_scatter", "comm.all_gather"} <= {op for _, _, op in sent}
+    assert all(end <= start + 1e-9 for (_, end, _), (start, _, _) in pairwise(sent))
+    assert step.step_seconds >= sent[-1][1]
 
 
 LAYOUTS = [
