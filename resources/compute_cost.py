@@ -8,7 +8,8 @@ There are four classes of ops; each includes the time to start the op:
     lookup   launch + bytes / (memory bandwidth * lookup_efficiency)
     launch   launch
 
-    e = efficiency / ((1 + (m_half / m)**x) * (1 + (n_half / n)**x) * (1 + (k_half / k)**x)), x = exponent
+    e = efficiency / (f(m_half / m) * f(n_half / n) * f(k_half / k))
+    f(r) = 1 + r**exponent if r < 1 else 1 + r
 
 A matmul follows a roofline model whose compute roof is lower for small matrices: partly filled tiles at the
 edges waste work, and a short contraction does not hide the filling and draining of the pipeline. In a batch
@@ -123,7 +124,7 @@ class ComputeCost:
         reached = peak * rate.efficiency
         for size, half in zip(dims[1:], rate.half, strict=True):
             if half:
-                reached /= 1 + (half / size) ** rate.exponent if size else math.inf
+                reached /= 1 + (half / size) ** (rate.exponent if size > half else 1) if size else math.inf
         return max(reached, 1.0)  # an empty matrix has no FLOPs either
 
     def _rate(self, device: Device, kind: str) -> float:

@@ -44,7 +44,7 @@ class MeshCommunication:
         self.cost = shared_cost(cluster)
         self._patterns: dict[tuple[ProcessMesh, tuple[str, ...]], tuple[Groups, ...]] = {}
         self._prices: dict[tuple[str, float, tuple[Groups, ...]], float] = {}
-        self._estimates: dict[tuple[str, Groups, float], tuple[float, str, float]] = {}
+        self._estimates: dict[tuple[str, Groups, float], tuple[tuple[float, str, bool], float]] = {}
 
     def device(self, rank: int) -> int:
         """Number of the device of a rank."""
@@ -86,24 +86,26 @@ class MeshCommunication:
 
     def estimate(
         self, kind: str, mesh: ProcessMesh, axes: tuple[str, ...], nbytes: float
-    ) -> tuple[float, str, float]:
-        """Seconds of the slowest group, the kind of its bottleneck link, and the most seconds a rank is busy.
+    ) -> tuple[float, str, bool, float]:
+        """Seconds of the slowest group, the kind of its bottleneck link, whether it is on several machines,
+        and the most seconds a rank is busy.
 
         Args:
             kind: name of the collective.
             mesh, axes: of the groups.
             nbytes: its size, see `distgraph.resources.collective_cost.wire_bytes`.
         """
-        slowest, busy = (0.0, ""), 0.0
+        slowest, busy = (0.0, "", False), 0.0
         for groups in self.patterns(mesh, axes):
             key = (kind, groups, nbytes)
             if key not in self._estimates:
                 result = self.cost.estimate(kind, groups[0], nbytes, groups[1:])
                 ends = groups[0][0], groups[0][-1]
                 link = self.narrowest(*ends) if result.bottleneck is None else result.bottleneck.kind
-                self._estimates[key] = result.seconds, link, result.busy
-            seconds, link, work = self._estimates[key]
-            slowest, busy = max(slowest, (seconds, link)), max(busy, work)
+                between = machine_count(self.cluster, groups[0]) > 1
+                self._estimates[key] = (result.seconds, link, between), result.busy
+            estimate, work = self._estimates[key]
+            slowest, busy = max(slowest, estimate), max(busy, work)
         return *slowest, busy
 
     def links(self, mesh: ProcessMesh, axes: tuple[str, ...]) -> frozenset[int]:

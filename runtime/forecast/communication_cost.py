@@ -74,11 +74,10 @@ class TrafficCost:
         narrow = itemsize(wire_dtype(op)) / itemsize(op.results[0].dtype)
         size = narrow * sum(nbytes(program, value.name) for value in larger)
         mesh = self.graph.attrs[op.operands[0].name].mesh
-        seconds, link, busy = 0.0, "", 0.0
+        seconds, link, between, busy = 0.0, "", False, 0.0
         if len(local.attrs["group"]) > 1 and size:
             axes = tuple(op.attrs["axes"])
-            seconds, link, busy = self.communication.estimate(declared.name, mesh, axes, size)
-        between = machine_count(self.cluster, [self.devices[rank] for rank in local.attrs["group"]]) > 1
+            seconds, link, between, busy = self.communication.estimate(declared.name, mesh, axes, size)
         return Message(declared.name, seconds, mesh.size * float(local.attrs["wire"]), link, busy, between)
 
     def exchange(self, op: Op) -> Message:

@@ -51,22 +51,24 @@ def time_tasks(
     for name, micro in build.schedule.order(timed.rank):
         if name in bodies and micro != newest:
             pending = remaining(pending, bodies[name].seconds) if pending else pending
+            sums = sums.after(bodies[name].seconds)
             continue
         task = tasks[timed.task_names[name]]
-        after = None if task.per_micro else pending
         ends = not task.per_micro and task.kind != "load"
         last = streams.run(
             task,
             last=True,
-            pending=after,
+            pending=pending if ends else None,
             postponed=postponed if ends else (),
             in_flight=sums if ends else NOTHING_IN_FLIGHT,
             trace=trace,
             speed=speeds[name],
         )
         postponed = [] if ends else [*postponed, *([task] if streams.postpones(task) else [])]
-        pending = {} if not task.per_micro else {**remaining(pending, last.seconds), **last.late}
-        sums = sums.after(last.seconds).joined(last.in_flight) if task.per_micro else NOTHING_IN_FLIGHT
+        pending = {**remaining(pending, last.seconds), **last.late}
+        sums = sums.after(last.seconds)
+        if task.kind != "load":
+            sums = sums.joined(last.in_flight)
         wait = waits.get(name, 0.0)
         last = replace(last, seconds=last.seconds + wait, exposed=last.exposed + wait)
         times = (renamed(time, timed.values_here) for time in (bodies.get(name, last), last))

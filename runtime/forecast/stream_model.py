@@ -11,9 +11,8 @@ together they take about as long as one after the other; those along different a
 Exchanges over the same links follow one another.
 
 A device that works for its collectives itself (`Message.busy`) does that work while it waits for any of them,
-the oldest first. Between machines a thread of the rank lets a collective go on, so that the work delays what
-the device computes during the transfer; inside a machine the rest of the work is done when the program waits
-for the collective, or at the end of the task.
+the oldest first, and between machines, where a thread of the rank lets them go on, also during the transfer,
+which delays what it computes. The rest is done when the program waits for the collective or the task ends.
 
     compute  | matmul | matmul |  wait  | add |            exposed = wait
     communicate       | all_reduce      |
@@ -373,6 +372,7 @@ class _Run:
                 self._record_span("compute", local, self.clock, seconds)
                 self.clock += seconds
                 self.compute += seconds
+                self._work_beside()
             send = self._send if local.mode == "send" else self._communicate
             send(local, step.message)
             return
@@ -405,6 +405,7 @@ class _Run:
         for counted, more in ((self.wire, loop.wire), (self.linked, loop.linked)):
             for link, amount in more.items():
                 counted[link] = counted.get(link, 0.0) + amount
+        self._work_beside()
 
     def _send(self, local: LocalOp, message: Message) -> None:
         self._count_traffic(message)
@@ -414,7 +415,6 @@ class _Run:
         self._handle_messages(len(local.attrs["sends"]))
 
     def _handle_messages(self, messages: int) -> None:
-        """Wait while the device handles the ends of messages itself."""
         seconds = self.streams.host.ends_of_messages(messages)
         self._wait(self.clock + seconds, seconds)
 
@@ -486,6 +486,9 @@ class _Run:
         for name, end in self.ends.items():
             if end > after and self.carrier[name] == channel:
                 self.ends[name] = end + seconds
+                begun, work = self.transfers.get(name, (0.0, 0.0))
+                if begun > after:
+                    self.transfers[name] = begun + seconds, work
 
     def _count_traffic(self, message: Message) -> None:
         if message.link:

@@ -3,8 +3,10 @@
 *In:* contractions of one dtype with their seconds.
 *Out:* `MatmulFit`.
 
-The seconds are linear in the factor of each length, 1 + (half / size) ** exponent, while the other two
-lengths and the exponent are fixed. So the lengths are fitted in turns, for each of some exponents.
+The seconds are the product of a factor for each length, 1 + (half / size) ** exponent, with an exponent of 1
+for sizes below the half (see `ComputeCost`). They are linear in half ** exponent while the other two lengths,
+the exponent and the set of sizes below the half are fixed. So the lengths are fitted in turns, for each of
+some exponents.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from distgraph.runtime.forecast.op_cost import Work
 from distgraph.runtime.profile.robust_fitting import TURNS, Vector, mean_error, robust
 
 _EXPONENTS: Final = (1.0, 1.25, 1.5, 1.75, 2.0)
+_GAIN: Final = 0.03
+"""Least part by which an exponent above 1 makes the error smaller: less may be noise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,22 +46,25 @@ class MatmulFit:
 
 
 def fit_matmul(samples: Sequence[tuple[Work, float]], per_byte: float) -> MatmulFit:
-    """Numbers of contractions, by the exponent that suits the larger half of them best.
+    """Numbers of contractions, by the exponent that suits those best of which all lengths are long.
 
-    Small contractions take little of a step, and a large one is extrapolated from those with the most FLOPs.
+    These are the tenth of them with the longest shortest length: a product of a program may be larger than
+    any that is measured, and is extrapolated from them.
 
     Args:
         samples: contractions of one dtype.
         per_byte: seconds of moving a byte; contractions that it decides say nothing of the rate.
     """
     seconds = np.array([measured for _, measured in samples])
-    flops, nbytes = np.array([(work.flops, work.nbytes) for work, _ in samples]).T
-    moving = per_byte * nbytes
-    large = flops >= np.median(flops)
+    moving = per_byte * np.array([work.nbytes for work, _ in samples])
+    shortest = np.array([min(work.dims[1:]) for work, _ in samples])
+    large = shortest >= np.quantile(shortest, 0.9)
     bound = moving < 0.9 * seconds
     bound |= not bound.any()
     fits = [_fit_matmul(samples, moving, bound, exponent) for exponent in _EXPONENTS]
-    return min(fits, key=lambda fit: mean_error(fit[1][large], seconds[large]))[0]
+    errors = [mean_error(model[large], seconds[large]) for _, model in fits]
+    best = int(np.argmin(errors))
+    return fits[best if errors[best] < (1 - _GAIN) * errors[0] else 0][0]
 
 
 def _fit_matmul(
@@ -75,20 +82,31 @@ def _fit_matmul(
     ops = list(dict.fromkeys(work.op for work, _ in samples))
     starting = np.array([[*(float(work.op == op) for op in ops), work.copied] for work, _ in samples])
     flops = np.array([work.flops for work, _ in samples])
-    sizes = np.array([work.dims[1:] for work, _ in samples], float) ** exponent
+    sizes = np.array([work.dims[1:] for work, _ in samples], float)
     half, per_flop, starts, like = np.zeros(3), 1.0, np.zeros(len(ops) + 1), None
     for _ in range(TURNS):
         for axis in range(3):
-            others = [other for other in range(3) if other != axis]
-            shared = flops * np.prod(1 + half[others] / sizes[:, others], axis=1)
-            rows = np.column_stack([shared, shared / sizes[:, axis], starting])[bound]
+            factors = _factors(sizes, half, exponent)
+            shared = flops * np.delete(factors, axis, axis=1).prod(axis=1)
+            # the part of a factor above 1 is this times half ** exponent
+            below = np.maximum(half, 1e-9) ** (1 - exponent) / sizes
+            scale = np.where(sizes > half, sizes**-exponent, below)[:, axis]
+            rows = np.column_stack([shared, shared * scale, starting])[bound]
             solution = robust(rows, seconds[bound], like=like)
             like = np.maximum(rows @ solution, 1e-9)
             per_flop, starts = max(float(solution[0]), 1e-18), solution[2:]
-            half[axis] = min(float(solution[1]) / per_flop, 1e4**exponent)
-    model = starting @ starts + np.maximum(flops * per_flop * np.prod(1 + half / sizes, axis=1), moving)
-    first, second, third = (float(length) for length in half ** (1 / exponent))
+            half[axis] = min(max(float(solution[1]) / per_flop, 0.0) ** (1 / exponent), 1e4)
+    computing = flops * per_flop * _factors(sizes, half, exponent).prod(axis=1)
+    model = starting @ starts + np.maximum(computing, moving)
+    first, second, third = map(float, half)
     launches = dict(zip(ops, map(float, starts), strict=False))
     copied = float(starts[-1]) if starting[bound, -1].any() else None
     error = mean_error(model, seconds)
     return MatmulFit(1 / per_flop, (first, second, third), exponent, copied, launches, error), model
+
+
+def _factors(sizes: Vector, half: Vector, exponent: float) -> Vector:
+    """How many times as long as at the rate of large matrices a FLOP takes because of each length."""
+    ratios = half / sizes
+    factors: Vector = 1 + np.where(ratios < 1, ratios**exponent, ratios)
+    return factors

@@ -91,8 +91,8 @@ def test_half_is_where_the_rate_falls_to_a_half(place: int):
 def test_exponent_says_how_steeply_the_rate_rises():
     steep = {**COMPUTE, "matmul": {"f32": {"efficiency": 0.5, "half": [100, 0, 0], "exponent": 2}}}
     cost = ComputeCost(device_of(steep))
-    rates = [cost.matmul_rate(0, "f32", (1, size, 1, 1)) / 5e12 for size in (100, 400, 0)]
-    assert rates == pytest.approx([1 / 2, 16 / 17, 0], abs=1e-9)
+    rates = [cost.matmul_rate(0, "f32", (1, size, 1, 1)) / 5e12 for size in (100, 400, 25, 0)]
+    assert rates == pytest.approx([1 / 2, 16 / 17, 1 / 5, 0], abs=1e-9)
 
 
 def test_half_of_zero_makes_no_difference():

@@ -21,6 +21,7 @@ from distgraph.runtime.forecast.forecast import forecast
 from distgraph.runtime.forecast.in_flight import NOTHING_IN_FLIGHT, InFlight
 from distgraph.runtime.forecast.op_cost import OpCost, Work
 from distgraph.runtime.forecast.stream_model import Streams, _PricedOp, _Run
+from distgraph.runtime.forecast.task_time import TaskTime
 from distgraph.runtime.program.memory_plan import plan_storage
 from distgraph.runtime.report.timeline_segments import inner_segments
 
@@ -79,6 +80,22 @@ def test_what_an_update_sends_follows_the_sums_of_gradients(micro_batches: int):
     assert {"comm.reduce_scatter", "comm.all_gather"} <= {op for _, _, op in sent}
     assert all(end <= start + 1e-9 for (_, end, _), (start, _, _) in pairwise(sent))
     assert step.step_seconds >= sent[-1][1]
+
+
+@pytest.mark.parametrize("row", range(4))
+def test_sums_are_waited_for_by_the_update_of_their_stage(row: int):
+    """Two stages on each rank: a load task and another update lie between a backward part and its update."""
+    meshes = [grid(dp=4), grid(dp=4), grid(dp=2), grid(dp=2)]
+    optimizer = optim.Adam(lr=1e-3, state_spec=optim.shard_states(meshes[0], "dp"))
+    build = chain(16, [1024] * 5, meshes, 2, weights=[[None, None]] * 4, optimizer=optimizer)
+    step = forecast(build, machines(2, 2), trace=True)
+    sent = sorted(
+        (segment.start, segment.start + segment.seconds, segment.op)
+        for segment in inner_segments(step, row % len(step.timeline.columns))
+        if segment.lane == "communicate" and segment.task in ("backward.s0", "optimize.s0")
+    )
+    assert {"comm.reduce_scatter", "comm.all_gather"} <= {op for _, _, op in sent}
+    assert all(end <= start + 1e-9 for (_, end, _), (start, _, _) in pairwise(sent))
 
 
 LAYOUTS = [
@@ -192,3 +209,25 @@ def test_work_for_a_transfer_goes_on_in_the_next_task():
     run = run_of(streams, begun)
     run._execute(_PricedOp(LocalOp(local.op, "relu", {}), (), Work("memory"), 1.0))
     assert run.clock == pytest.approx(1.25)
+
+
+def test_copies_and_loops_are_delayed_by_work_for_a_transfer_too():
+    run, local = run_of(streams_of_one_rank()), all_reduce("a", (0, 1))
+    run._communicate(local, Message("all_reduce", 8.0, 0.0, "ethernet", 2.0, True))
+    run._run_loop(LocalOp(local.op, "scan", {}), TaskTime(2.0, 2.0, 0.0, 0.0, 0.0))
+    assert run.clock == pytest.approx(2.5)
+    copied = _PricedOp(all_reduce("b", (2, 3)), (), Work("memory"), 1.5, Message("all_reduce", 1.0, 0.0, ""))
+    run._execute(copied)
+    assert run.clock == pytest.approx(4.5, abs=0.6)
+    assert run.busy["a"] == pytest.approx(2.0 * (8.0 - 4.0) / 8.0)
+
+
+def test_delays_move_the_work_for_a_transfer_that_is_queued():
+    run, local = run_of(streams_of_one_rank()), all_reduce("a", (0, 1))
+    for name in ("a", "b"):
+        queued = all_reduce(name, (0, 1))
+        run._communicate(queued, Message("all_reduce", 4.0, 0.0, "ethernet", 1.0, True))
+    run._delay(("ethernet", (0, 1), 0), 0.0, 2.0)
+    assert run.transfers == {"a": (0.0, 1.0), "b": (6.0, 1.0)}
+    assert run.ends == {"a": 6.0, "b": 10.0}
+    assert local.op.name in run.ends

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 from support.files.clusters import cluster_of, machine
-from support.programs.forecasts import chain
+from support.programs.forecasts import chain, machines
 
 from distgraph.ir.graph import Op
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.passes.redistribution.tiles import tiles_between
 from distgraph.resources.cluster import Cluster
 from distgraph.resources.collective_cost import CollectiveCost, shared_cost
-from distgraph.resources.mesh_communication import representative_devices
+from distgraph.resources.mesh_communication import MeshCommunication, representative_devices
 from distgraph.runtime.forecast.communication_cost import Message, TrafficCost
 from distgraph.runtime.program.build import Build
 
@@ -94,13 +94,13 @@ def test_devices_that_send_themselves_are_at_work_for_their_part_of_an_exchange(
     sent = [op for op in build.lowered.ops if op.kind in ("comm.transfer", "comm.permute")]
     assert sent
     itself = {"message": "1 us"}
-    for host, machines, share in (
+    for host, sizes, share in (
         (itself, [4], 1.0),
         (itself, [1, 1, 1, 1], 0.0),
         (itself | {"network_busy": 0.5}, [1, 1, 1, 1], 0.5),
         ({}, [4], 0.0),
     ):
-        entries = [machine(size, f"m{i}") for i, size in enumerate(machines)]
+        entries = [machine(size, f"m{i}") for i, size in enumerate(sizes)]
         for entry in entries:
             entry["devices"] |= {"compute": {"host": host}}
         document = {
@@ -166,3 +166,15 @@ def test_costs_are_shared_while_somebody_has_them():
     del held
     gc.collect()
     assert left() is None
+
+
+@pytest.mark.parametrize("devices", [range(6), [3, 4, 5, 0, 1, 2]])
+def test_a_message_is_between_machines_where_its_slowest_group_is(devices: list[int]):
+    """Two groups of three ranks on two machines of four: one of them is on both machines."""
+    communication = MeshCommunication(machines(4, 4), devices)
+    both, one = ProcessMesh.grid(tp=2, dp=3), ProcessMesh([[devices.index(0), devices.index(1)]], ["a", "dp"])
+    _, slowest, between, _ = communication.estimate("all_reduce", both, ("dp",), 1e6)
+    _, inside, apart, _ = communication.estimate("all_reduce", one, ("dp",), 1e6)
+    assert between
+    assert not apart
+    assert slowest != inside

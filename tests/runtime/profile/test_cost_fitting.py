@@ -74,7 +74,7 @@ def test_matmul_rate_lengths_copies_and_launch_are_found(per_copied: float | Non
         op = str(random.choice(["matmul", "einsum"]))
         flops = 2.0 * m * n * k
         reached = rate / math.prod(
-            1 + (h / size) ** exponent for h, size in zip(half, (m, n, k), strict=True)
+            1 + (h / size) ** (exponent if size > h else 1) for h, size in zip(half, (m, n, k), strict=True)
         )
         copied = m * n * float(random.integers(2)) if op == "einsum" and per_copied else 0.0
         nbytes = 4.0 * (m * n + n * k + m * k)
