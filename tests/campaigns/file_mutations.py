@@ -216,7 +216,7 @@ def _cluster(path: Path) -> Any:
         _attempt(lambda count=count: cost.time("all_reduce", range(count), 1e6))
     _attempt(lambda: cost.time("send", (0, len(found.devices) - 1), 1e6))
     numbers = found.machines, found.devices, found.links, found.network, found.launch, found.measured
-    return *numbers, found.name, found.origins
+    return *numbers, found.name, found.origins, found.errors
 
 
 def _plan(path: Path) -> Any:
