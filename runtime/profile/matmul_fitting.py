@@ -23,6 +23,7 @@ from distgraph.runtime.profile.robust_fitting import TURNS, Vector, mean_error, 
 _EXPONENTS: Final = (1.0, 1.25, 1.5, 1.75, 2.0)
 _GAIN: Final = 0.03
 """Least part by which an exponent above 1 makes the error smaller: less may be noise."""
+_SETTLED: Final = 0.01  # relative change of the lengths in a turn after which there is no further one
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,7 @@ def _fit_matmul(
     sizes = np.array([work.dims[1:] for work, _ in samples], float)
     half, per_flop, starts, like = np.zeros(3), 1.0, np.zeros(len(ops) + 1), None
     for _ in range(TURNS):
+        before = half.copy()
         for axis in range(3):
             factors = _factors(sizes, half, exponent)
             shared = flops * np.delete(factors, axis, axis=1).prod(axis=1)
@@ -96,6 +98,8 @@ def _fit_matmul(
             like = np.maximum(rows @ solution, 1e-9)
             per_flop, starts = max(float(solution[0]), 1e-18), solution[2:]
             half[axis] = min(max(float(solution[1]) / per_flop, 0.0) ** (1 / exponent), 1e4)
+        if np.allclose(half, before, rtol=_SETTLED):
+            break
     computing = flops * per_flop * _factors(sizes, half, exponent).prod(axis=1)
     model = starting @ starts + np.maximum(computing, moving)
     first, second, third = map(float, half)
