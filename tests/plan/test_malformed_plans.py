@@ -196,3 +196,18 @@ def test_long_lines_of_a_plan_are_parsed_in_linear_time() -> None:
         with pytest.raises((ValueError, ShardingError)):
             parse(line)
     assert len(ShardSpec.parse("[" + ", ".join(f"a{i}" for i in range(30_000)) + "]").dims) == 30_000
+
+
+@pytest.mark.parametrize("by", ["matmul 1", "matmul 1 shared", "", " shared"])
+def test_a_read_is_parsed_as_it_is_written(by: str) -> None:
+    from distgraph.plan.export.module_interface import Read
+
+    assert str(Read.parse(f"f32[8, 4] as [_, tp] by {by}")) == f"f32[8, 4] as [_, tp] by {by}"
+
+
+@pytest.mark.parametrize("by", [" 1", "1", "matmul", " 1 shared"])
+def test_a_read_without_an_op_or_its_operand_is_refused(by: str) -> None:
+    from distgraph.plan.export.module_interface import Read
+
+    with pytest.raises(ValueError, match=r"as .* by"):
+        Read.parse(f"f32[8, 4] as [_, tp] by {by}")

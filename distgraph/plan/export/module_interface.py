@@ -22,7 +22,7 @@ MATRICES = ("matmul", "embedding")  # kinds of ops that are a module of one matr
 _WORDS = ("inherited", "joined", "loose")
 _HELD = ("param", "state", "constant")
 _SPEC = r"(\[[^\]]*\](?: partial\([^)]*\))?)"
-_READ = re.compile(rf"(\w+)(\[[^\]]*\]) as {_SPEC} by ([\w.]*) ?([0-9]{{0,9}})( shared)?")
+_READ = re.compile(rf"(\w+)(\[[^\]]*\]) as {_SPEC} by (?:([\w.]+) ([0-9]{{1,9}}))?( shared)?")
 _NUMBER = re.compile(r"[0-9]{1,18}")
 _FLOW = re.compile(rf"(\[[^\]]*\]) {_SPEC} as {_SPEC}(?: from {_SPEC})?((?: \w+)*)")
 _PART = re.compile(r"@([0-9]{1,9})( again)? in: (.*?) ?out: (.*?)(?: moved: (.*))?", re.DOTALL)
@@ -59,7 +59,7 @@ class Read:
         if match is None:
             raise ValueError(text)
         dtype, shape, used, reader, operand, shared = match.groups()
-        return cls(dtype, _shape(shape), ShardSpec.parse(used), reader, int(operand or 0), bool(shared))
+        return cls(dtype, _shape(shape), ShardSpec.parse(used), reader or "", int(operand or 0), bool(shared))
 
 
 @dataclass(frozen=True, slots=True)
