@@ -46,7 +46,7 @@ def time_tasks(
     newest = timed.program.graph.micro_batches - 1
     waits = _waits_for_loads(build, timed, speeds, bodies)
     pending: dict[str, float] = {}
-    sums = NOTHING_IN_FLIGHT  # on their links
+    sums = NOTHING_IN_FLIGHT  # the links that sums of gradients still use
     postponed: list[LocalTask] = []
     for name, micro in build.schedule.order(timed.rank):
         if name in bodies and micro != newest:

@@ -352,7 +352,7 @@ class _Run:
         self.exposed += end - self.clock
         self.clock = end
 
-    def _work_beside(self) -> None:
+    def _work_during_transfers(self) -> None:
         """Do the work for transfers between machines that is due, which delays what follows."""
         for name, transfer in self.transfers.items():
             if left := self.busy.get(name):
@@ -372,7 +372,7 @@ class _Run:
                 self._record_span("compute", local, self.clock, seconds)
                 self.clock += seconds
                 self.compute += seconds
-                self._work_beside()
+                self._work_during_transfers()
             send = self._send if local.mode == "send" else self._communicate
             send(local, step.message)
             return
@@ -390,7 +390,7 @@ class _Run:
         self.clock += seconds
         self.compute += seconds
         self.flops += step.work.flops if step.work.kind == "matmul" else 0.0
-        self._work_beside()
+        self._work_during_transfers()
 
     def _run_loop(self, local: LocalOp, loop: TaskTime) -> None:
         """All turns of a loop, which waits for its own collectives."""
@@ -405,7 +405,7 @@ class _Run:
         for counted, more in ((self.wire, loop.wire), (self.linked, loop.linked)):
             for link, amount in more.items():
                 counted[link] = counted.get(link, 0.0) + amount
-        self._work_beside()
+        self._work_during_transfers()
 
     def _send(self, local: LocalOp, message: Message) -> None:
         self._count_traffic(message)

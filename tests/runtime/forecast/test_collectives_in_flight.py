@@ -184,7 +184,7 @@ def test_independent_collectives_delay_another_one_at_the_same_time(monkeypatch:
 def test_work_for_a_transfer_between_machines_delays_what_is_computed_meanwhile(
     between: bool, clocks: list[float]
 ):
-    """A sum of 4 s, 1 s of which the device works for it, beside computations of 2 s and of 1 s."""
+    """A sum of 4 s, 1 s of which the device works for it, during computations of 2 s and of 1 s."""
     run, local = run_of(streams_of_one_rank()), all_reduce("a", (0, 1))
     run._communicate(local, Message("all_reduce", 4.0, 0.0, "ethernet", 1.0, between))
     reached = []
