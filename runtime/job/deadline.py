@@ -13,10 +13,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from distgraph.runtime.job.job_files import job_directory, record_failure
+from distgraph.runtime.job.job_files import job_directory, rank_in_job, record_failure, record_follower
 from distgraph.runtime.job.processes import Process, descendants
 
 RANKS_END_SECONDS: Final = 2.0
+_LOOK_SECONDS: Final = 0.2
+_OWN_ERROR_SECONDS: Final = 1.0
+"""Seconds in which a rank may report an error of its own once another rank has failed."""
 
 
 @contextmanager
@@ -24,7 +27,8 @@ def deadline(seconds: float, message: str) -> Iterator[None]:
     """Kill this process with an error message if the body of the `with` statement takes longer than a limit.
 
     A call that holds the interpreter lock lets no thread and no signal handler run. So a forked copy of this
-    process measures the time.
+    process measures the time. In a job with a launcher it also ends this process, without a message, soon
+    after another rank has failed: MPI would wait for that rank.
 
     Args:
         seconds: the limit.
@@ -97,14 +101,22 @@ def _await_children(parent: int, seconds: float) -> None:
 
 def _keep_time(guarded: int, done: int, seconds: float, message: str) -> None:
     """Body of the process that measures the time; it ends when the other end of `done` is closed."""
+    job, end, failed = job_directory(), time.monotonic() + seconds, False
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        if not select.select([done], [], [], seconds)[0]:
-            if job_directory() is None:
+        while not select.select([done], [], [], min(_LOOK_SECONDS, max(0.0, end - time.monotonic())))[0]:
+            if job is not None and not failed and (job / "failed").exists():
+                failed, end = True, min(end, time.monotonic() + _OWN_ERROR_SECONDS)
+            if time.monotonic() < end:
+                continue
+            if failed:
+                record_follower(rank_in_job() or 0)
+            elif job is None:
                 sys.stderr.write(f"error: {message}\n")
                 sys.stderr.flush()
             else:
                 record_failure(1, message, observed=True)
             os.kill(guarded, signal.SIGKILL)
+            return
     finally:
         os._exit(0)

@@ -7,6 +7,7 @@ shared.R       shared memory files that the MPI library of rank R has made
 failed         the first failure
 failure.R      the failure report of rank R (see `failure_report.py`)
 reported.R     rank R has seen the failure of another rank and is about to end
+follower.R     rank R is killed in a call of MPI that would wait for a rank that has failed
 stopping       the launcher is ending the job
 ended.R        rank R has ended since then
 closed.R       the supervisor of rank R ended by itself; nothing killed it
@@ -39,6 +40,7 @@ _RANK_VARIABLES: Final = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MV2_
 LAUNCHER: Final = "launcher"
 STOPPING: Final = "stopping"
 CLOSED: Final = "closed"
+FOLLOWER: Final = "follower"
 INTERRUPTED: Final = 130
 """Exit code after Ctrl-C: 128 + SIGINT."""
 CLUSTER_VARIABLE: Final = "DISTGRAPH_CLUSTER"
@@ -113,6 +115,14 @@ def record_failure_in(job: Path, failure: Failure) -> None:
     draft.write_text(json.dumps(asdict(failure)))
     with contextlib.suppress(FileExistsError):
         os.link(draft, job / "failed")  # appears whole, and only if it is the first
+
+
+def record_follower(rank: int) -> None:
+    """Record that a rank is killed because another one has failed: it is not lost itself."""
+    job = job_directory()
+    if job is not None:
+        with contextlib.suppress(OSError):
+            (job / f"{FOLLOWER}.{rank}").touch()
 
 
 def exit_code(error: BaseException) -> int:

@@ -30,6 +30,7 @@ from distgraph.runtime.job.heartbeat import Silence, beat, heartbeat_limit, inte
 from distgraph.runtime.job.interrupts import accept_signals, end_on_sigint, ignore_sigint
 from distgraph.runtime.job.job_files import (
     CLOSED,
+    FOLLOWER,
     INTERRUPTED,
     LAUNCHER,
     STOPPING,
@@ -63,7 +64,7 @@ def supervise(argv: Sequence[str]) -> None:
     code = _Supervisor(job, rank, child).watch()
     if code < 0:
         name = signal.Signals(-code).name
-        if not _is_ending(job):
+        if not _is_ending(job) and not (job / f"{FOLLOWER}.{rank}").exists():
             record_loss(Loss(f"rank {rank} was killed by {name}", rank))
         record_death(rank, name, 128 - code)
         code = 128 - code
@@ -83,9 +84,14 @@ def _is_ending(job: Path) -> bool:
 
 def _wait_for_reports(job: Path, rank: int) -> None:
     """Wait for the failure reports of the other ranks. Ranks that were killed as well have none to make."""
+    _note_reported(job, rank)
+    _wait_for(job, "reported", ranks_of_job())
+
+
+def _note_reported(job: Path, rank: int) -> None:
+    """Tell the supervisors of other ranks that this rank makes no failure report any more."""
     with suppress(OSError):
         (job / f"reported.{rank}").touch()
-    _wait_for(job, "reported", ranks_of_job())
 
 
 def _run_as_rank(job: Path, rank: int, supervisor: int, argv: Sequence[str]) -> None:
@@ -197,6 +203,7 @@ class _Supervisor:
 
     def _kill(self, code: int) -> NoReturn:
         self._kill_rank()
+        _note_reported(self.job, self.rank)
         _close(self.job, self.rank, code)
 
 

@@ -39,7 +39,7 @@ def test_every_setting_has_a_model_and_a_cluster() -> None:
 
 def test_a_small_setting_is_compared_with_the_rival() -> None:
     shared = next(iter(search_quality.settings().values()))
-    row = search_quality.compared(search_quality.setting({**shared, **SMALL}), math.inf, 12.0)
+    row = search_quality.compared(search_quality.setting({**shared, **SMALL}), math.inf, 4.0)
     ours, rival = row["ours"], row["rival"]
     assert rival["forecasts"] > 2
     assert row["best_known"] == min(1.0, rival["step"])

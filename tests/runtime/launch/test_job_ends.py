@@ -342,7 +342,7 @@ MpiTransport.finalize = press
 @pytest.mark.parametrize("start", ["", "from mpi4py import MPI"], ids=["no MPI", "MPI"])
 def test_a_rank_that_never_starts(tmp_path: Path, start: str) -> None:
     script = f"import os, sys\n{start}\nif os.environ['PMI_RANK'] == '1': sys.exit(4)\n{PREAMBLE}"
-    code, errors = plain(tmp_path, script, 2, DISTGRAPH_TIMEOUT="2")
+    code, errors = plain(tmp_path, script, 2, DISTGRAPH_TIMEOUT="0.5")
     assert code != 0
     assert "look for a rank that has ended before" in errors
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from functools import reduce
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, reduce
 from typing import Any
 
 import numpy as np
@@ -44,7 +44,8 @@ def layouts_of(op: Op, mesh: ProcessMesh) -> tuple[OpLayout, ...]:
     return found
 
 
-def every_spec(shape: Sequence[int], mesh: ProcessMesh) -> list[ShardSpec]:
+@cache
+def every_spec(shape: tuple[int, ...], mesh: ProcessMesh) -> tuple[ShardSpec, ...]:
     """All layouts of a tensor without sums pending, in which no dim has more parts than positions."""
     found = []
     for places in itertools.product(range(len(shape) + 1), repeat=len(mesh.axes)):
@@ -53,7 +54,7 @@ def every_spec(shape: Sequence[int], mesh: ProcessMesh) -> list[ShardSpec]:
         )
         if all(mesh.count(d) <= n for d, n in zip(dims, shape, strict=True)):
             found.append(ShardSpec(dims))
-    return found
+    return tuple(found)
 
 
 class Brute:
@@ -65,7 +66,7 @@ class Brute:
         self.axis = {op.name: i for i, op in enumerate(self.ops)}
         self.layouts = [layouts_of(op, mesh) for op in self.ops]
         self.times = multiplicity(graph)
-        self.moved: dict[object, float] = {}
+        self.moved: dict[object, dict[tuple[ShardSpec, ShardSpec], float]] = {}
 
     @property
     def size(self) -> int:
@@ -112,13 +113,22 @@ class Brute:
 
     def move(self, value: Value, source: ShardSpec, target: ShardSpec) -> float:
         """Seconds of one change of layout."""
-        key = (value.shape, value.dtype, source, target)
-        if key not in self.moved:
-            size = itemsize(value.dtype)
-            self.moved[key] = redistribute_cost(
-                value.shape, size, self.mesh, source, target, self.cost_model.price
-            )
-        return self.moved[key]
+        return self.moves(value)(source, target)
+
+    def moves(self, value: Value) -> Callable[[ShardSpec, ShardSpec], float]:
+        """Seconds of changes of layout of one value, as a function of the two layouts."""
+        seconds = self.moved.setdefault((value.shape, value.dtype), {})
+        size = itemsize(value.dtype)
+
+        def move(source: ShardSpec, target: ShardSpec) -> float:
+            known = seconds.get((source, target))
+            if known is None:
+                known = seconds[source, target] = redistribute_cost(
+                    value.shape, size, self.mesh, source, target, self.cost_model.price
+                )
+            return known
+
+        return move
 
     def _spread(self, costs: Array, axes: Sequence[int]) -> Array:
         shape = [1] * len(self.ops)
@@ -167,14 +177,14 @@ class Brute:
         if pinned is not None:
             candidates = [pinned.spec]
         else:
-            candidates = every_spec(value.shape, self.mesh)
+            candidates = list(every_spec(value.shape, self.mesh))
             if not leaves:
                 candidates += [spec for spec in (made, *wanted) if spec is not None and spec.partial]
             if made is None:
                 candidates = [c for c in candidates if not c.partial]
+        move = self.moves(value)
         return min(
-            (0.0 if made is None else self.move(value, made, kept))
-            + sum(self.move(value, kept, spec) for spec in wanted)
+            (0.0 if made is None else move(made, kept)) + sum(move(kept, spec) for spec in wanted)
             for kept in candidates
         )
 
