@@ -70,7 +70,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """One worker more than there are cores: many tests wait for processes, and leave a core idle meanwhile."""
+    """One worker more than there are cores: many tests wait for processes, and leave a core idle."""
     return len(os.sched_getaffinity(0)) + 1
 
 

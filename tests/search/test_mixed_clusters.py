@@ -11,20 +11,22 @@ import numpy as np
 import pytest
 from support.devices import fake_cupy
 from support.files.clusters import cluster_of
-from support.programs.searched import CHAIN, Program, mixed, slow
+from support.programs.searched import CHAIN, SECONDS, Program, mixed, slow
 from support.search.candidates import candidates
 from support.search.plan_training import trains_as_one_rank
 
 import distgraph as dg
 from distgraph import nn, ops, optim
-from distgraph.engine.search_driver.candidate import build_candidate
+from distgraph.engine.search_driver.candidate import build_candidate, plan_of
 from distgraph.engine.search_driver.layout_costs import LayoutCosts
 from distgraph.engine.search_driver.load_balancing import rebalanced
+from distgraph.engine.search_driver.run_search import run_search
 from distgraph.engine.search_driver.search_space import (
     Shape,
     micro_batch_counts,
     pools_of,
 )
+from distgraph.engine.search_driver.search_state import SearchState
 from distgraph.errors import InfeasibleError
 from distgraph.passes.search.intra_op.solution_cache import VARIABLE
 from distgraph.plan.pipeline_schedules import searched_schedules
@@ -83,6 +85,46 @@ def test_one_kind_of_device_alone_is_a_baseline(speed: float) -> None:
     assert plan.forecast.seconds <= best.forecast.seconds * (1 + 1e-9) <= baseline * (1 + 2e-9)
     if speed == 0.1:
         assert plan.forecast.seconds == pytest.approx(best.forecast.seconds)
+
+
+def test_uniform_pipelines_with_equal_shares_are_baselines() -> None:
+    """Layouts are those for devices that are all of the slower kind; the program is forecast as it runs."""
+    cluster = cluster_of(mixed(0.5, 2, 2))
+    state = SearchState(CHAIN.compile_request(), cluster, "auto", SECONDS)
+    for _ in run_search(state):
+        pass
+    assert state.best is not None
+    names = [name for name in state.evaluations.baselines if name.startswith("uniform")]
+    assert len(names) == 4
+    for name in names:
+        seconds = state.evaluations.baselines[name]
+        assert isinstance(seconds, float)
+        assert seconds >= state.best.seconds * (1 - 1e-9)
+    uniform = next(each for each in state.evaluations.all if each.origin in names and each.rebuild)
+    program = uniform.built(state.layout_costs)
+    assert program.seconds == pytest.approx(uniform.seconds)
+    assert set(program.devices) == {0, 1, 2, 3}
+    plan = plan_of(program, state.layout_costs)
+    assert not any(stage.mesh.weights for stage in plan.stages)
+    trains_as_one_rank(CHAIN, plan)
+
+
+def of_two_types() -> dict[str, Any]:
+    description = mixed(0.5, 2, 2)
+    description["machines"][1]["devices"]["type"] = "xpu"
+    return description
+
+
+@pytest.mark.parametrize(
+    ("description", "reason"),
+    [
+        (mixed(0.5, 2, 1), "machines have unequal numbers of devices"),
+        (of_two_types(), "devices are of several types"),
+    ],
+)
+def test_where_there_are_no_uniform_pipelines(description: dict[str, Any], reason: str) -> None:
+    baselines = CHAIN.search(cluster_of(description)).baselines
+    assert [value for name, value in baselines.items() if name.startswith("uniform")] == [reason] * 4
 
 
 def test_zero_is_forecast_on_all_devices_and_on_those_of_each_kind() -> None:

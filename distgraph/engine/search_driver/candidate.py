@@ -133,8 +133,17 @@ class BuiltCandidate:
         return not self.shortages
 
 
-def build_candidate(candidate: Candidate, layout_costs: LayoutCosts) -> BuiltCandidate:
-    """Lay out, build and forecast a candidate."""
+def build_candidate(
+    candidate: Candidate, layout_costs: LayoutCosts, runs_on: LayoutCosts | None = None
+) -> BuiltCandidate:
+    """Lay out, build and forecast a candidate.
+
+    Args:
+        candidate: what is decided.
+        layout_costs: for which its layouts are solved.
+        runs_on: costs of the same program on another cluster of as many devices, for which it is built and
+            forecast; it does not follow from a candidate there. None for `layout_costs`.
+    """
     layered = layout_costs.layered_graph(candidate.micro_batches, candidate.recompute)
     meshes, devices = _meshes(candidate.stages)
     placements = _placements(layered, candidate.stages, meshes)
@@ -142,6 +151,8 @@ def build_candidate(candidate: Candidate, layout_costs: LayoutCosts) -> BuiltCan
     solved = dict(zip(meshes, layouts, strict=True))
     completed = _completed(layered, placements, solved)
     origin = candidate.origin
+    if runs_on is not None:
+        return build_program(runs_on, completed, layered, devices, origin, decisions=candidate)
     built = build_program(layout_costs, completed, layered, devices, origin, candidate, placements)
     return replace(built, solved=solved)
 

@@ -29,7 +29,7 @@ import numpy as np
 from distgraph.engine.compile.compile_request import CompileRequest
 from distgraph.engine.compile.op_positions import layers_by_first_ops
 from distgraph.engine.search_driver.layout_variants import LayoutQuery, Solutions, Variant, VariantKey
-from distgraph.engine.search_driver.search_space import Shape, devices_for, shapes_of
+from distgraph.engine.search_driver.search_space import Shape, devices_for, pools_of, shapes_of
 from distgraph.engine.search_driver.worker_pool import parallel_map
 from distgraph.errors import InfeasibleError
 from distgraph.ir.gc_pause import collector_paused
@@ -112,6 +112,20 @@ class LayoutCosts:
     _corresponding_ops: dict[object, Ints | None] = field(default_factory=dict)
     _solutions: Solutions = field(default_factory=lambda: Solutions({}, {}, {}))
     _solved_separately: set[object] = field(default_factory=set)
+
+    def on(self, cluster: Cluster) -> LayoutCosts:
+        """Costs of the same program on another cluster of as many devices, with the same traces."""
+        return LayoutCosts(
+            self.request,
+            cluster,
+            pools_of(cluster, len(self.devices)),
+            self.expired,
+            self.processes,
+            self.runtime,
+            self.constraints,
+            self.firsts,
+            self._traces,
+        )
 
     def parallel_map(
         self,

@@ -1,7 +1,7 @@
 """Uniform pipelines, which every answer is compared with: equal stages, dp x tp on each.
 
-*In:* layout costs on a cluster of one kind. *Out:* `Candidate`s with their estimates. *Invariant:* all
-devices are used; restrictions say what dp may split (see `restrictions`).
+*In:* layout costs on a cluster of one kind, see `costs_of_equal_devices`. *Out:* `Candidate`s with their
+estimates. *Invariant:* all devices are used; restrictions say what dp may split (see `restrictions`).
 """
 
 from __future__ import annotations
@@ -38,6 +38,43 @@ class UniformPipeline:
         """The shape with its axis called dp, where it has one: only restrictions depend on its name."""
         one_axis = len(self.shape.axes) == 1 and not self.named
         return Shape((("dp", self.submesh.size),)) if one_axis else self.shape
+
+
+def costs_of_equal_devices(layout_costs: LayoutCosts, micro_batches: int) -> LayoutCosts | str:
+    """Layout costs for equal shares: where devices are of several kinds, as if all were as the slowest kind,
+    with the memory of the smallest. Or why there are none.
+
+    Args:
+        layout_costs: of the program on the cluster.
+        micro_batches: for which the slowest kind is found: that on which one device takes longest.
+    """
+    if len(layout_costs.pools) == 1:
+        return layout_costs
+    devices = layout_costs.cluster.devices
+    if len({devices[number].type for number in layout_costs.devices}) > 1:
+        return "devices are of several types"
+
+    def seconds(pool: int) -> float:
+        sizes = tuple(int(number == pool) for number in range(len(layout_costs.pools)))
+        one = layout_costs.variants(micro_batches, SubMesh(sizes), Shape((("dp", 1),)), "none")[0]
+        return float((one.profile.forward + one.profile.backward).sum())
+
+    slowest = max(range(len(layout_costs.pools)), key=seconds)
+    model = devices[layout_costs.pools[slowest].machines[0][0]]
+    memory = min(devices[number].memory for number in layout_costs.devices)
+    equal = tuple(
+        replace(
+            model,
+            index=device.index,
+            node=device.node,
+            machine=device.machine,
+            local=device.local,
+            memory=memory,
+        )
+        for device in devices
+    )
+    costs = layout_costs.on(replace(layout_costs.cluster, devices=equal))
+    return costs if len(costs.pools) == 1 else "machines have unequal numbers of devices"
 
 
 def best_uniform(

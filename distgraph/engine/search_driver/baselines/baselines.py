@@ -8,8 +8,9 @@ that does not exist is entered with the reason.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 from distgraph.engine.search_driver.baselines.data_parallel_zero import (
     evaluate_data_parallel_zero,
@@ -19,6 +20,7 @@ from distgraph.engine.search_driver.candidate import (
     Candidate,
     StageChoice,
     broken_constraint,
+    build_candidate,
     candidate_of_plan,
     layout_identity,
     program_of_plan,
@@ -35,11 +37,12 @@ from distgraph.engine.search_driver.fixed_mesh_search import (
     mesh2d_where_it_gains,
     sharding_propagation,
 )
+from distgraph.engine.search_driver.layout_costs import LayoutCosts
 from distgraph.engine.search_driver.pipeline_search import best_count
 from distgraph.engine.search_driver.search_space import Shape
 from distgraph.engine.search_driver.search_state import FORECASTS, Event, SearchState
 from distgraph.engine.search_driver.stage_search import pipeline_estimate
-from distgraph.engine.search_driver.uniform_pipelines import best_uniform
+from distgraph.engine.search_driver.uniform_pipelines import best_uniform, costs_of_equal_devices
 from distgraph.errors import DistGraphError, ShardingError
 from distgraph.ir.matmul_algorithm import ATTENTION
 from distgraph.passes.matmul_algorithms import MATMUL_ALGORITHMS
@@ -271,42 +274,88 @@ def evaluate_double_recursion(state: SearchState) -> Iterator[Event]:
 
 
 def evaluate_uniform_and_recursive(state: SearchState) -> Iterator[Event]:
-    """The best uniform pipeline of every kind, by estimate, and double recursion, while there is time."""
+    """The best uniform pipeline of every kind, by estimate, and double recursion, while there is time.
+
+    On devices of several kinds all get equal shares, in layouts for the slowest kind.
+    """
     yield Event("uniform grid")
-    layout_costs, evaluations, pipelines = state.layout_costs, state.evaluations, state.pipelines
-    micro_batches = best_count(pipelines.best) if pipelines.best else state.constraints.start.micro_batches
-    excluded = pipelines.excluded_shapes()
-    allowed = _allowed_restrictions(state)
-
-    def best(restriction: Restriction) -> Candidate | None:
-        return best_uniform(layout_costs, [micro_batches], restriction, excluded)
-
-    best_pipelines = layout_costs.parallel_map(best, allowed, evaluations.processes)
-    same_layouts: dict[object, list[Candidate]] = {}
-    for pipeline in best_pipelines:
-        if pipeline is not None:
-            same_layouts.setdefault(layout_identity(pipeline, layout_costs), []).append(pipeline)
+    best = state.pipelines.best
+    micro_batches = best_count(best) if best else state.constraints.start.micro_batches
+    allowed, pipelines = _allowed_restrictions(state), list[_UniformPipelines]()
+    costs = costs_of_equal_devices(state.layout_costs, micro_batches)
+    if isinstance(costs, str):
+        state.evaluations.baselines |= {RESTRICTION_NAMES[each]: costs for each in allowed}
+    else:
+        pipelines = _best_uniform(state, costs, micro_batches, allowed)
     if state.expired():
         return
-    missing = [name for name, pipeline in zip(allowed, best_pipelines, strict=True) if pipeline is None]
-    evaluations.baselines |= {RESTRICTION_NAMES[each]: _why_not_uniform(state) for each in missing}
     yield Event("double recursion")
-
-    def evaluate_one(pipeline: Candidate | None) -> Evaluation | str:
-        if pipeline is None:
-            return _double_recursion(state)
-        return without_program(evaluations.evaluator.evaluate(pipeline))
-
-    jobs = [None, *(equal[0] for equal in same_layouts.values())]  # the first is done in this process
-    recursive, *uniform = layout_costs.parallel_map(evaluate_one, jobs, evaluations.processes)
-    for evaluation, equal in zip(uniform, same_layouts.values(), strict=True):
+    jobs: list[Callable[[], Evaluation | str]] = [partial(_double_recursion, state)]  # in this process
+    jobs += [each.evaluate for each in pipelines]
+    processes = state.evaluations.processes
+    recursive, *uniform = state.layout_costs.parallel_map(lambda job: job(), jobs, processes)
+    for evaluation, equal in zip(uniform, pipelines, strict=True):
         assert isinstance(evaluation, Evaluation)
-        for pipeline in equal:
-            yield state.record(replace(evaluation, origin=pipeline.origin, candidate=pipeline))
+        for each in equal.named(evaluation):
+            yield state.record(each)
     if isinstance(recursive, str):
-        evaluations.baselines["double recursion"] = recursive
+        state.evaluations.baselines["double recursion"] = recursive
     else:
         yield state.record(recursive)
+
+
+@dataclass(frozen=True)
+class _UniformPipelines:
+    """Uniform pipelines that come to the same program under several restrictions.
+
+    Attributes:
+        state: of the search.
+        costs: of equal devices, for which their layouts are solved.
+        pipelines: one for each restriction.
+    """
+
+    state: SearchState
+    costs: LayoutCosts
+    pipelines: tuple[Candidate, ...]
+
+    def evaluate(self) -> Evaluation:
+        """The evaluation of the program on the cluster, without the program."""
+        if self.costs is self.state.layout_costs:
+            return without_program(self.state.evaluations.evaluator.evaluate(self.pipelines[0]))
+        program = build_candidate(self.pipelines[0], self.costs, self.state.layout_costs)
+        return without_program(evaluation_of(program))
+
+    def named(self, evaluation: Evaluation) -> Iterator[Evaluation]:
+        """The evaluation under the name of each restriction."""
+        for pipeline in self.pipelines:
+            if self.costs is self.state.layout_costs:
+                yield replace(evaluation, origin=pipeline.origin, candidate=pipeline)
+            else:
+                rebuild = partial(build_candidate, pipeline, self.costs)
+                yield replace(evaluation, origin=pipeline.origin, rebuild=rebuild)
+
+
+def _best_uniform(
+    state: SearchState, costs: LayoutCosts, micro_batches: int, allowed: Sequence[Restriction]
+) -> list[_UniformPipelines]:
+    """The best uniform pipeline under each restriction; where there is none, the reason is noted."""
+    excluded = state.pipelines.excluded_shapes() if costs is state.layout_costs else ()
+
+    def best(restriction: Restriction) -> Candidate | None:
+        return best_uniform(costs, [micro_batches], restriction, excluded)
+
+    pipelines = costs.parallel_map(best, allowed, state.evaluations.processes)
+    if state.expired():
+        return []
+    given = f", with {state.constraints}" if state.constraints.given() else ""
+    same: dict[object, list[Candidate]] = {}
+    for restriction, pipeline in zip(allowed, pipelines, strict=True):
+        if pipeline is None:
+            reason = f"out of memory by the estimate{given}"
+            state.evaluations.baselines[RESTRICTION_NAMES[restriction]] = reason
+        else:
+            same.setdefault(layout_identity(pipeline, costs), []).append(pipeline)
+    return [_UniformPipelines(state, costs, tuple(equal)) for equal in same.values()]
 
 
 def _allowed_restrictions(state: SearchState) -> list[Restriction]:
@@ -318,13 +367,6 @@ def _allowed_restrictions(state: SearchState) -> list[Restriction]:
         else:
             state.evaluations.leave_out(RESTRICTION_NAMES[restriction], f"zero={zero}")
     return allowed
-
-
-def _why_not_uniform(state: SearchState) -> str:
-    if len(state.layout_costs.pools) > 1:
-        return "devices are of several kinds"
-    constraints = f", with {state.constraints}" if state.constraints.given() else ""
-    return f"out of memory by the estimate{constraints}"
 
 
 def _double_recursion(state: SearchState) -> Evaluation | str:
