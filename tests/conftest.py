@@ -10,12 +10,13 @@ import shutil
 import signal
 import tempfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import hypothesis
 import numpy as np
 import pytest
 from support.paths import GOLDEN
+from support.rank_cores import on_one_core
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # started in the background: programs that the tests start would inherit that Ctrl-C means nothing
@@ -68,12 +69,6 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["PYTEST_DEBUG_TEMPROOT"] = root
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int:
-    """One worker more than there are cores: many tests wait for processes, and leave a core idle."""
-    return len(os.sched_getaffinity(0)) + 1
-
-
 MISSING: dict[str, Callable[[], str | None]] = {
     "mpi": missing_mpi,
     "gpu": missing_gpu,
@@ -97,6 +92,16 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def rank_threads_on_one_core() -> Iterator[None]:
+    """See `support.rank_cores`."""
+    from distgraph.runtime.execute import process_group
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process_group, "_serve", on_one_core(process_group._serve))
+        yield
 
 
 @pytest.fixture
