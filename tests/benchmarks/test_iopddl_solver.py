@@ -156,6 +156,6 @@ def test_scip_that_is_killed_is_said_and_does_not_stop_the_search(monkeypatch: p
 
     monkeypatch.setattr("benchmarks.support.iopddl_solver.parallel_search.Worker", Killed)
     monkeypatch.setattr("benchmarks.support.iopddl_solver.search.Tree", OneNodeFirst)
-    found = solve(hard_problem(), seconds=100)
+    found = solve(hard_problem(), seconds=30)  # of which the first turn is a part
     assert found.status == "optimal"
     assert "SCIP (pyscipopt) stopped with exit code -9" in found.message

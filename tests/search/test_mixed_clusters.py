@@ -27,6 +27,7 @@ from distgraph.engine.search_driver.search_space import (
     pools_of,
 )
 from distgraph.engine.search_driver.search_state import SearchState
+from distgraph.engine.search_driver.uniform_pipelines import costs_of_equal_devices
 from distgraph.errors import InfeasibleError
 from distgraph.passes.search.intra_op.solution_cache import VARIABLE
 from distgraph.plan.pipeline_schedules import searched_schedules
@@ -123,8 +124,9 @@ def of_two_types() -> dict[str, Any]:
     ],
 )
 def test_where_there_are_no_uniform_pipelines(description: dict[str, Any], reason: str) -> None:
-    baselines = CHAIN.search(cluster_of(description)).baselines
-    assert [value for name, value in baselines.items() if name.startswith("uniform")] == [reason] * 4
+    cluster = cluster_of(description)
+    layout_costs = LayoutCosts(CHAIN.compile_request(), cluster, pools_of(cluster))
+    assert costs_of_equal_devices(layout_costs, 1) == reason
 
 
 def test_zero_is_forecast_on_all_devices_and_on_those_of_each_kind() -> None:

@@ -10,21 +10,14 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-_WORKER = "PYTEST_XDIST_WORKER"
-
-
-def core() -> int:
-    """The core for the rank threads of this process; the workers of pytest-xdist take turns."""
-    cores, worker = sorted(os.sched_getaffinity(0)), os.environ.get(_WORKER, "gw0")
-    return cores[int(worker.removeprefix("gw")) % len(cores)]
-
 
 def on_one_core(body: Callable[..., Any]) -> Callable[..., Any]:
-    """The body of a thread, which runs on that core from now on."""
-    chosen = core()
+    """The body of a rank's thread, whose first argument is its transport, on the core of its world."""
 
-    def run(*args: Any) -> Any:
-        os.sched_setaffinity(0, {chosen})
-        return body(*args)
+    def run(transport: Any, *arguments: Any) -> Any:
+        cores = sorted(os.sched_getaffinity(0))
+        world = getattr(transport, "_world", transport)
+        os.sched_setaffinity(0, {cores[hash(world) % len(cores)]})
+        return body(transport, *arguments)
 
     return run
