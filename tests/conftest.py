@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import difflib
-import gc
 import importlib.util
 import os
 import shutil
 import signal
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import hypothesis
 import numpy as np
 import pytest
 from support.paths import GOLDEN
-from support.rank_cores import on_one_core
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # started in the background: programs that the tests start would inherit that Ctrl-C means nothing
@@ -91,23 +89,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if reason:
             for item in marked:
                 item.add_marker(pytest.mark.skip(reason=reason))
-
-
-def pytest_collection_finish() -> None:
-    """Let the garbage collector skip the tests themselves, which stay, look less often at what they make."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(20_000, 20, 20)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def rank_threads_on_one_core() -> Iterator[None]:
-    """See `support.rank_cores`."""
-    from distgraph.runtime.execute import process_group
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(process_group, "_serve", on_one_core(process_group._serve))
-        yield
 
 
 @pytest.fixture

@@ -15,7 +15,8 @@ def uniform_pipelines(
 ) -> Iterator[Candidate]:
     """Every dp x tp x pp that fits by the estimate, layers divided by their work.
 
-    Where it does not fit otherwise, all layers are recomputed. None in a cluster of several kinds.
+    Where it does not fit otherwise, all layers are recomputed. None in a cluster of several kinds (see
+    `costs_of_equal_devices`).
 
     Args:
         layout_costs: of the program.

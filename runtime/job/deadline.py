@@ -13,7 +13,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from distgraph.runtime.job.job_files import job_directory, rank_in_job, record_failure, record_follower
+from distgraph.runtime.job.job_files import (
+    FAILED,
+    job_directory,
+    rank_in_job,
+    record_failure,
+    record_follower,
+)
 from distgraph.runtime.job.processes import Process, descendants
 
 RANKS_END_SECONDS: Final = 2.0
@@ -105,18 +111,21 @@ def _keep_time(guarded: int, done: int, seconds: float, message: str) -> None:
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         while not select.select([done], [], [], min(_LOOK_SECONDS, max(0.0, end - time.monotonic())))[0]:
-            if job is not None and not failed and (job / "failed").exists():
+            if job is not None and not failed and (job / FAILED).exists():
                 failed, end = True, min(end, time.monotonic() + _OWN_ERROR_SECONDS)
-            if time.monotonic() < end:
-                continue
-            if failed:
-                record_follower(rank_in_job() or 0)
-            elif job is None:
-                sys.stderr.write(f"error: {message}\n")
-                sys.stderr.flush()
-            else:
-                record_failure(1, message, observed=True)
-            os.kill(guarded, signal.SIGKILL)
-            return
+            if time.monotonic() >= end:
+                _end(guarded, done, message, failed)
+                return
     finally:
         os._exit(0)
+
+
+def _end(guarded: int, done: int, message: str, failed: bool) -> None:
+    """Kill the process whose call has not ended in time; `failed` tells that another rank has failed."""
+    if job_directory() is None:
+        sys.stderr.write(f"error: {message}\n")
+        sys.stderr.flush()
+    elif failed or not record_failure(1, message, observed=True):
+        record_follower(rank_in_job() or 0)
+    if not select.select([done], [], [], 0)[0]:
+        os.kill(guarded, signal.SIGKILL)

@@ -6,7 +6,7 @@ rank.R         process number and start time of rank R
 shared.R       shared memory files that the MPI library of rank R has made
 failed         the first failure
 failure.R      the failure report of rank R (see `failure_report.py`)
-reported.R     rank R has seen the failure of another rank and is about to end
+reported.R     rank R makes no failure report any more: it has seen the failure of another rank, or was ended
 follower.R     rank R is killed in a call of MPI that would wait for a rank that has failed
 stopping       the launcher is ending the job
 ended.R        rank R has ended since then
@@ -40,6 +40,7 @@ _RANK_VARIABLES: Final = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MV2_
 LAUNCHER: Final = "launcher"
 STOPPING: Final = "stopping"
 CLOSED: Final = "closed"
+FAILED: Final = "failed"
 FOLLOWER: Final = "follower"
 INTERRUPTED: Final = 130
 """Exit code after Ctrl-C: 128 + SIGINT."""
@@ -101,20 +102,32 @@ def setting_in_seconds(name: str, default: float, environ: Mapping[str, str] | N
     return seconds
 
 
-def record_failure(code: int, text: str, *, observed: bool = False) -> None:
-    """Record the first failure of the job in its directory; later ones are ignored."""
+def record_failure(code: int, text: str, *, observed: bool = False) -> bool:
+    """Record the first failure of the job in its directory; later ones are ignored.
+
+    Returns:
+        Whether it is the first.
+    """
     job = job_directory()
     if job is not None:
         with contextlib.suppress(OSError):  # a full disk, or the launcher has removed the directory
-            record_failure_in(job, Failure(code, text, observed))
+            return record_failure_in(job, Failure(code, text, observed))
+    return False
 
 
-def record_failure_in(job: Path, failure: Failure) -> None:
-    """Record a failure in the directory of a job, unless another one is recorded already."""
+def record_failure_in(job: Path, failure: Failure) -> bool:
+    """Record a failure in the directory of a job, unless another one is recorded already.
+
+    Returns:
+        Whether it is the first.
+    """
     draft = job / f"draft.{os.getpid()}"
     draft.write_text(json.dumps(asdict(failure)))
-    with contextlib.suppress(FileExistsError):
-        os.link(draft, job / "failed")  # appears whole, and only if it is the first
+    try:
+        os.link(draft, job / FAILED)  # appears whole, and only if it is the first
+    except FileExistsError:
+        return False
+    return True
 
 
 def record_follower(rank: int) -> None:
@@ -123,6 +136,11 @@ def record_follower(rank: int) -> None:
     if job is not None:
         with contextlib.suppress(OSError):
             (job / f"{FOLLOWER}.{rank}").touch()
+
+
+def followers(job: Path) -> list[int]:
+    """Ranks of `record_follower`."""
+    return [int(path.suffix.removeprefix(".")) for path in job.glob(f"{FOLLOWER}.*")]
 
 
 def exit_code(error: BaseException) -> int:
@@ -140,7 +158,7 @@ def record_death(rank: int, signal_name: str, code: int) -> None:
 def recorded_failure(job: Path) -> Failure | None:
     """The first failure; None if there is none."""
     try:
-        return Failure(**json.loads((job / "failed").read_text()))
+        return Failure(**json.loads((job / FAILED).read_text()))
     except FileNotFoundError:
         return None
 

@@ -30,6 +30,7 @@ from distgraph.runtime.job.heartbeat import Silence, beat, heartbeat_limit, inte
 from distgraph.runtime.job.interrupts import accept_signals, end_on_sigint, ignore_sigint
 from distgraph.runtime.job.job_files import (
     CLOSED,
+    FAILED,
     FOLLOWER,
     INTERRUPTED,
     LAUNCHER,
@@ -159,7 +160,7 @@ class _Supervisor:
         stopped = self.rank_stopped.seconds()
         if stopped > self.stopped_limit:
             self._lose(f"rank {self.rank} (process {self.child}) is stopped since {stopped:.0f} s")
-        if (self.job / "failed").exists():
+        if (self.job / FAILED).exists():
             self.failed_at = self.failed_at or time.monotonic()
             if time.monotonic() > self.failed_at + 2 * self.report_limit:
                 self._kill(1)

@@ -11,7 +11,7 @@ from typing import Any, Final, NoReturn
 
 from distgraph.errors import RuntimeFault
 from distgraph.runtime.job.deadline import end_mpiexec
-from distgraph.runtime.job.job_files import FAILURE_REPORT_SECONDS, exit_code, observed_failure
+from distgraph.runtime.job.job_files import FAILURE_REPORT_SECONDS, exit_code, followers, observed_failure
 from distgraph.runtime.job.losses import elastic_folder, read_losses, report_seconds
 from distgraph.runtime.job.processes import shared_memory
 from distgraph.runtime.transport.call_check import DepartedFault
@@ -86,11 +86,11 @@ class JobFailures:
         message += f"rank {self._rank} failed: {type(error).__name__}: {error}".encode()
         others = [rank for rank in range(self._size) if rank != self._rank]
         sends = [self._control.Isend(message, rank, _FAILURE) for rank in others]
-        silent, looked = set(others) - _lost(), time.monotonic()
+        silent, looked = set(others) - self._gone(), time.monotonic()
         while silent and time.monotonic() < deadline:
             silent -= {rank for rank in silent if self._has_answered(rank)}
             if time.monotonic() - looked > _LOSS_LOOK_SECONDS:
-                silent, looked = silent - _lost(), time.monotonic()
+                silent, looked = silent - self._gone(), time.monotonic()
             time.sleep(0.005)
         del sends
         self._note_report()
@@ -98,6 +98,12 @@ class JobFailures:
             0.1
         )  # the launcher must read the others' output from its pipes before it sees this rank end
         self.end(self._code_of_departed() if isinstance(error, DepartedFault) else exit_code(error))
+
+    def _gone(self) -> set[int | None]:
+        """Ranks that answer no more: an elastic job has lost them, or they were ended in a call of MPI."""
+        folder = elastic_folder()
+        lost = set() if folder is None else {loss.rank for loss in read_losses(folder)}
+        return lost if self._job is None else lost | set(followers(self._job))
 
     def follow(self, code: int, seconds: float) -> NoReturn:
         """Acknowledge the failure of another rank, and end this process.
@@ -150,9 +156,3 @@ class JobFailures:
     def _has_answered(self, rank: int) -> bool:
         """Whether a rank has acknowledged the failure of this one, or has failed by itself."""
         return any(self._control.Iprobe(rank, tag) for tag in (_ACKNOWLEDGE, _FAILURE))
-
-
-def _lost() -> set[int | None]:
-    """Ranks that an elastic job has lost by now."""
-    folder = elastic_folder()
-    return set() if folder is None else {loss.rank for loss in read_losses(folder)}

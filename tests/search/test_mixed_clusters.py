@@ -102,6 +102,7 @@ def test_uniform_pipelines_with_equal_shares_are_baselines() -> None:
         assert isinstance(seconds, float)
         assert seconds >= state.best.seconds * (1 - 1e-9)
     uniform = next(each for each in state.evaluations.all if each.origin in names and each.rebuild)
+    assert uniform.choices["stages"].count("; ") == len(uniform.choices["stages"].split("layers")) - 2
     program = uniform.built(state.layout_costs)
     assert program.seconds == pytest.approx(uniform.seconds)
     assert set(program.devices) == {0, 1, 2, 3}

@@ -142,7 +142,8 @@ def build_candidate(
         candidate: what is decided.
         layout_costs: for which its layouts are solved.
         runs_on: costs of the same program on another cluster of as many devices, for which it is built and
-            forecast; it does not follow from a candidate there. None for `layout_costs`.
+            forecast; None for `layout_costs`. The program then has no candidate, because layouts that are
+            solved for that cluster would be others.
     """
     layered = layout_costs.layered_graph(candidate.micro_batches, candidate.recompute)
     meshes, devices = _meshes(candidate.stages)

@@ -113,7 +113,7 @@ class LayoutCosts:
     _solutions: Solutions = field(default_factory=lambda: Solutions({}, {}, {}))
     _solved_separately: set[object] = field(default_factory=set)
 
-    def on(self, cluster: Cluster) -> LayoutCosts:
+    def for_cluster(self, cluster: Cluster) -> LayoutCosts:
         """Costs of the same program on another cluster of as many devices, with the same traces."""
         return LayoutCosts(
             self.request,

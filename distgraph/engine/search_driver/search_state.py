@@ -111,10 +111,11 @@ class SearchState:
         """The best program so far that fits."""
         return self.evaluations.best
 
-    def record(self, evaluation: Evaluation, eligible: bool = True) -> Event:
+    def record(self, evaluation: Evaluation, eligible: bool = True, broken: str | None = None) -> Event:
         """Enter a program among the evaluations; `eligible` tells whether it may be the answer. One that does
-        not keep the constraints is left out."""
-        broken = self.broken_by(evaluation)
+        not keep the constraints is left out; `broken` is the first of these where the caller knows it."""
+        if broken is None:
+            broken = self.broken_by(evaluation)
         if broken:
             self.evaluations.leave_out(evaluation.origin, broken)
             evaluation.release()

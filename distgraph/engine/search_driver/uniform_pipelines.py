@@ -48,33 +48,36 @@ def costs_of_equal_devices(layout_costs: LayoutCosts, micro_batches: int) -> Lay
         layout_costs: of the program on the cluster.
         micro_batches: for which the slowest kind is found: that on which one device takes longest.
     """
-    if len(layout_costs.pools) == 1:
+    pools = layout_costs.pools
+    if len(pools) == 1:
         return layout_costs
-    devices = layout_costs.cluster.devices
-    if len({devices[number].type for number in layout_costs.devices}) > 1:
+    devices = [layout_costs.cluster.devices[number] for number in layout_costs.devices]
+    if len({device.type for device in devices}) > 1:
         return "devices are of several types"
+    if len({pool.machine for pool in pools}) > 1:
+        return "machines have unequal numbers of devices"
+    if layout_costs.expired():
+        return "the search had no time left"
 
     def seconds(pool: int) -> float:
-        sizes = tuple(int(number == pool) for number in range(len(layout_costs.pools)))
-        one = layout_costs.variants(micro_batches, SubMesh(sizes), Shape((("dp", 1),)), "none")[0]
-        return float((one.profile.forward + one.profile.backward).sum())
+        one = SubMesh(tuple(int(number == pool) for number in range(len(pools))))
+        profile = layout_costs.variants(micro_batches, one, Shape((("dp", 1),)), "none")[0].profile
+        return float((profile.forward + profile.backward).sum())
 
-    slowest = max(range(len(layout_costs.pools)), key=seconds)
-    model = devices[layout_costs.pools[slowest].machines[0][0]]
-    memory = min(devices[number].memory for number in layout_costs.devices)
+    slowest = devices[pools[max(range(len(pools)), key=seconds)].machines[0][0]]
+    memory = min(device.memory for device in devices)
     equal = tuple(
         replace(
-            model,
+            slowest,
             index=device.index,
             node=device.node,
             machine=device.machine,
             local=device.local,
             memory=memory,
         )
-        for device in devices
+        for device in layout_costs.cluster.devices
     )
-    costs = layout_costs.on(replace(layout_costs.cluster, devices=equal))
-    return costs if len(costs.pools) == 1 else "machines have unequal numbers of devices"
+    return layout_costs.for_cluster(replace(layout_costs.cluster, devices=equal))
 
 
 def best_uniform(
@@ -114,7 +117,7 @@ def _best(
 
 
 def pipelines_of(layout_costs: LayoutCosts, micro_batches: int) -> Iterator[UniformPipeline]:
-    """Every dp x tp x pp on all devices; none in a cluster of several kinds."""
+    """Every dp x tp x pp on all devices; none on devices of several kinds (see `costs_of_equal_devices`)."""
     if len(layout_costs.pools) > 1:
         return
     (pool,) = layout_costs.pools

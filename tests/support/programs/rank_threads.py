@@ -6,8 +6,6 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from support.rank_cores import on_one_core
-
 from distgraph.errors import RuntimeFault
 from distgraph.runtime.transport.inprocess import InProcessTransport, connect
 
@@ -56,8 +54,7 @@ def run_ranks(
             transport.abort(error)
 
     threads = [
-        threading.Thread(target=on_one_core(body), args=(t,), name=f"rank-{t.rank}", daemon=True)
-        for t in transports
+        threading.Thread(target=body, args=(t,), name=f"rank-{t.rank}", daemon=True) for t in transports
     ]
     for thread in threads:
         thread.start()

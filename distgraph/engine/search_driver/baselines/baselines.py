@@ -42,7 +42,11 @@ from distgraph.engine.search_driver.pipeline_search import best_count
 from distgraph.engine.search_driver.search_space import Shape
 from distgraph.engine.search_driver.search_state import FORECASTS, Event, SearchState
 from distgraph.engine.search_driver.stage_search import pipeline_estimate
-from distgraph.engine.search_driver.uniform_pipelines import best_uniform, costs_of_equal_devices
+from distgraph.engine.search_driver.uniform_pipelines import (
+    best_uniform,
+    costs_of_equal_devices,
+    pipelines_of,
+)
 from distgraph.errors import DistGraphError, ShardingError
 from distgraph.ir.matmul_algorithm import ATTENTION
 from distgraph.passes.matmul_algorithms import MATMUL_ALGORITHMS
@@ -127,7 +131,7 @@ def evaluate_zero(state: SearchState) -> Iterator[Event]:
     levels = range(2, (3 if most is None else most) + 1)
     fitting = [e for e in state.evaluations.all if e.fits and e.eligible and e.candidate is not None]
     best = min(fitting, key=lambda e: e.seconds, default=None)
-    unfit = [e for e in state.evaluations.all if not e.fits and e.seconds < _seconds(state)]
+    unfit = [e for e in state.evaluations.all if e.candidate and not e.fits and e.seconds < _seconds(state)]
     yield from evaluate_data_parallel_zero(state)
     starts = [] if large else sorted(unfit, key=lambda e: e.memory_ratio)[:FORECASTS]
     for evaluation in [best, *starts] if best is not None else starts:
@@ -296,8 +300,7 @@ def evaluate_uniform_and_recursive(state: SearchState) -> Iterator[Event]:
     recursive, *uniform = state.layout_costs.parallel_map(lambda job: job(), jobs, processes)
     for evaluation, equal in zip(uniform, pipelines, strict=True):
         assert isinstance(evaluation, Evaluation)
-        for each in equal.named(evaluation):
-            yield state.record(each)
+        yield from equal.record(evaluation)
     if isinstance(recursive, str):
         state.evaluations.baselines["double recursion"] = recursive
     else:
@@ -325,14 +328,16 @@ class _UniformPipelines:
         program = build_candidate(self.pipelines[0], self.costs, self.state.layout_costs)
         return without_program(evaluation_of(program))
 
-    def named(self, evaluation: Evaluation) -> Iterator[Evaluation]:
-        """The evaluation under the name of each restriction."""
+    def record(self, evaluation: Evaluation) -> Iterator[Event]:
+        """Enter the evaluation under the name of each restriction."""
         for pipeline in self.pipelines:
+            named = replace(evaluation, origin=pipeline.origin)
             if self.costs is self.state.layout_costs:
-                yield replace(evaluation, origin=pipeline.origin, candidate=pipeline)
-            else:
-                rebuild = partial(build_candidate, pipeline, self.costs)
-                yield replace(evaluation, origin=pipeline.origin, rebuild=rebuild)
+                yield self.state.record(replace(named, candidate=pipeline))
+                continue
+            named.choices = {**named.choices, "stages": "; ".join(map(str, pipeline.stages))}
+            named.rebuild = partial(build_candidate, pipeline, self.costs)
+            yield self.state.record(named, broken=broken_constraint(pipeline, self.costs))
 
 
 def _best_uniform(
@@ -344,6 +349,9 @@ def _best_uniform(
     def best(restriction: Restriction) -> Candidate | None:
         return best_uniform(costs, [micro_batches], restriction, excluded)
 
+    if costs is not state.layout_costs:  # else the search for pipelines has solved these
+        shapes = dict.fromkeys((each.submesh, each.free) for each in pipelines_of(costs, micro_batches))
+        costs.prepare_variants(micro_batches, list(shapes), "none")
     pipelines = costs.parallel_map(best, allowed, state.evaluations.processes)
     if state.expired():
         return []
