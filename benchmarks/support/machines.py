@@ -40,6 +40,7 @@ _SPACE = re.compile(
     r"dgm\d+"
 )  # network namespaces and control groups of machines; their links are dgv0, dgv1, ...
 _IFF_UP = 0x1  # <linux/if.h>
+_FORWARDING = "3"  # BR_STATE_FORWARDING of <linux/if_bridge.h>, as /sys writes it
 _PROXY = "hydra_pmi_proxy"
 _CONNECT_SECONDS = 10.0
 _TRIED = f"dgtry{os.getpid()}"
@@ -125,6 +126,8 @@ class Network:
     def link(self, machine: int, state: str) -> None:
         """Take the link of a machine "down", or "up" again. While it is down, nothing starts there."""
         _ip("link", "set", f"dgv{machine}", state)
+        if state == "up":
+            _await_forwarding(machine)
 
     def lose_messages(self, machine: int, rate: str) -> None:
         """Have the link into a machine be slow and keep next to nothing back: what comes faster is lost."""
@@ -237,11 +240,23 @@ def _up(machine: int, rate: str | None) -> None:
     _ip("-n", space, "addr", "add", f"{NETWORK}.{machine + 1}/24", "dev", "eth0")
     _ip("-n", space, "link", "set", "eth0", "up")
     _ip("-n", space, "link", "set", "lo", "up")
+    _await_forwarding(machine)
     if rate is not None:  # into the machine, and out of it
         shape = ("root", "tbf", "rate", rate, "burst", "256kbit", "latency", "100ms")
         _ip("-n", space, "link", "set", "eth0", "gso_max_size", str(_SEGMENT_BYTES))
         _run("tc", "qdisc", "add", "dev", outside, *shape)
         _run("ip", "netns", "exec", space, "tc", "qdisc", "add", "dev", "eth0", *shape)
+
+
+def _await_forwarding(machine: int) -> None:
+    """Wait until the switch forwards to a machine, up to a second after the link is up: what connects before
+    that tries again after seconds."""
+    port = Path(f"/sys/class/net/dgv{machine}/brport/state")
+    end = time.monotonic() + _CONNECT_SECONDS
+    while port.read_text().strip() != _FORWARDING:
+        if time.monotonic() > end:
+            raise RuntimeError(f"the switch does not forward to machine {machine}")
+        time.sleep(0.01)
 
 
 def _limit_cpu(machine: int, cores: float) -> None:
