@@ -42,6 +42,7 @@ STOPPING: Final = "stopping"
 CLOSED: Final = "closed"
 FAILED: Final = "failed"
 FOLLOWER: Final = "follower"
+REPORTED: Final = "reported"
 INTERRUPTED: Final = 130
 """Exit code after Ctrl-C: 128 + SIGINT."""
 CLUSTER_VARIABLE: Final = "DISTGRAPH_CLUSTER"
@@ -138,9 +139,9 @@ def record_follower(rank: int) -> None:
             (job / f"{FOLLOWER}.{rank}").touch()
 
 
-def followers(job: Path) -> list[int]:
-    """Ranks of `record_follower`."""
-    return [int(path.suffix.removeprefix(".")) for path in job.glob(f"{FOLLOWER}.*")]
+def reported_ranks(job: Path) -> set[int]:
+    """Ranks that make no failure report any more."""
+    return {int(path.suffix.removeprefix(".")) for path in job.glob(f"{REPORTED}.*")}
 
 
 def exit_code(error: BaseException) -> int:

@@ -34,6 +34,7 @@ from distgraph.runtime.job.job_files import (
     FOLLOWER,
     INTERRUPTED,
     LAUNCHER,
+    REPORTED,
     STOPPING,
     job_directory,
     rank_in_job,
@@ -86,13 +87,13 @@ def _is_ending(job: Path) -> bool:
 def _wait_for_reports(job: Path, rank: int) -> None:
     """Wait for the failure reports of the other ranks. Ranks that were killed as well have none to make."""
     _note_reported(job, rank)
-    _wait_for(job, "reported", ranks_of_job())
+    _wait_for(job, REPORTED, ranks_of_job())
 
 
 def _note_reported(job: Path, rank: int) -> None:
     """Tell the supervisors of other ranks that this rank makes no failure report any more."""
     with suppress(OSError):
-        (job / f"reported.{rank}").touch()
+        (job / f"{REPORTED}.{rank}").touch()
 
 
 def _run_as_rank(job: Path, rank: int, supervisor: int, argv: Sequence[str]) -> None:

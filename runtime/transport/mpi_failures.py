@@ -11,7 +11,13 @@ from typing import Any, Final, NoReturn
 
 from distgraph.errors import RuntimeFault
 from distgraph.runtime.job.deadline import end_mpiexec
-from distgraph.runtime.job.job_files import FAILURE_REPORT_SECONDS, exit_code, followers, observed_failure
+from distgraph.runtime.job.job_files import (
+    FAILURE_REPORT_SECONDS,
+    REPORTED,
+    exit_code,
+    observed_failure,
+    reported_ranks,
+)
 from distgraph.runtime.job.losses import elastic_folder, read_losses, report_seconds
 from distgraph.runtime.job.processes import shared_memory
 from distgraph.runtime.transport.call_check import DepartedFault
@@ -100,10 +106,14 @@ class JobFailures:
         self.end(self._code_of_departed() if isinstance(error, DepartedFault) else exit_code(error))
 
     def _gone(self) -> set[int | None]:
-        """Ranks that answer no more: an elastic job has lost them, or they were ended in a call of MPI."""
+        """Ranks that do not answer any more: an elastic job has lost them, or they have reported already.
+
+        A rank that learned of a killed rank from its supervisor does not answer this one, which may have
+        failed because of the killed rank, too.
+        """
         folder = elastic_folder()
         lost = set() if folder is None else {loss.rank for loss in read_losses(folder)}
-        return lost if self._job is None else lost | set(followers(self._job))
+        return lost if self._job is None else lost | reported_ranks(self._job)
 
     def follow(self, code: int, seconds: float) -> NoReturn:
         """Acknowledge the failure of another rank, and end this process.
@@ -130,7 +140,7 @@ class JobFailures:
         """
         if self._job is not None:
             with contextlib.suppress(OSError):  # the launcher has removed the folder
-                (self._job / f"reported.{self._rank}").touch()
+                (self._job / f"{REPORTED}.{self._rank}").touch()
 
     def _code_of_departed(self) -> int:
         """Exit code of the ranks that have departed, as they sent it; 1 if it would mean success."""

@@ -59,6 +59,24 @@ def test_it_does_not_wait_for_a_rank_whose_loss_is_seen_later(failures: JobFailu
     assert (tmp_path / "job" / "reported.1").exists()  # the supervisor of rank 0 waits for this file
 
 
+def test_it_does_not_wait_for_ranks_that_learned_of_the_loss_from_the_supervisor(
+    failures: JobFailures, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """These do not acknowledge a failure that they have not received first; they note that they report."""
+    monkeypatch.setattr(Control, "Iprobe", lambda *_: False)
+    record_loss(Loss("rank 0 was killed by SIGKILL", 0))
+
+    def report() -> None:
+        for rank in (2, 3):
+            (tmp_path / "job" / f"reported.{rank}").touch()
+
+    threading.Timer(0.3, report).start()
+    begun = time.monotonic()
+    with pytest.raises(SystemExit):
+        failures.abort(RuntimeFault("MPI says 'No such process'"))
+    assert 0.3 < time.monotonic() - begun < 20
+
+
 def test_a_rank_that_another_one_has_told_reports_too(
     failures: JobFailures, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
