@@ -67,12 +67,6 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["PYTEST_DEBUG_TEMPROOT"] = root
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int:
-    """One worker more than there are cores: many tests wait for processes, and leave a core idle."""
-    return len(os.sched_getaffinity(0)) + 1
-
-
 MISSING: dict[str, Callable[[], str | None]] = {
     "mpi": missing_mpi,
     "gpu": missing_gpu,
