@@ -46,7 +46,8 @@ def costs_of_equal_devices(layout_costs: LayoutCosts, micro_batches: int) -> Lay
 
     Args:
         layout_costs: of the program on the cluster.
-        micro_batches: for which the slowest kind is found: that on which one device takes longest.
+        micro_batches: number in a step for which the kinds are compared; one device of the slowest kind takes
+            longest for the whole program.
     """
     pools = layout_costs.pools
     if len(pools) == 1:
