@@ -128,6 +128,8 @@ class Network:
         _ip("link", "set", f"dgv{machine}", state)
         if state == "up":
             _await_forwarding(machine)
+            # Addresses that the machine looked for while the link was down would still fail for a second.
+            _ip("-n", f"dgm{machine}", "neigh", "flush", "dev", "eth0")
 
     def lose_messages(self, machine: int, rate: str) -> None:
         """Have the link into a machine be slow and keep next to nothing back: what comes faster is lost."""
@@ -359,16 +361,11 @@ def _run_through_network(command: Sequence[str], prepare: str) -> None:
         prepare: what the script does before it runs the arguments that the command gives it.
     """
     with socket.create_server((f"{NETWORK}.254", 0)) as server:
-        server.settimeout(_CONNECT_SECONDS)
         connect = f"exec <>/dev/tcp/{NETWORK}.254/{server.getsockname()[1]} >&0"
-        script = f'{prepare}{connect}; exec "$@"'
+        script = f'{prepare}{connect} || exit 255; exec "$@"'
         # In a session of its own: whoever kills this process does not reach the machine.
         process = subprocess.Popen([*command, script], stdin=subprocess.DEVNULL, start_new_session=True)
-        try:
-            connection, _ = server.accept()
-        except TimeoutError:
-            process.kill()
-            sys.exit("connection to the machine timed out")
+        connection = _accepted(server, process)
     with connection:
         sources: dict[int, int] = {0: connection.fileno(), connection.fileno(): 1}
         while connection.fileno() in sources:
@@ -378,6 +375,20 @@ def _run_through_network(command: Sequence[str], prepare: str) -> None:
                     if source == 0:
                         connection.shutdown(socket.SHUT_WR)
     sys.exit(process.wait())
+
+
+def _accepted(server: socket.socket, process: subprocess.Popen[bytes]) -> socket.socket:
+    """The connection that a process opens. Ends this process where that one ends before or takes too long."""
+    end = time.monotonic() + _CONNECT_SECONDS
+    server.settimeout(0.1)
+    while time.monotonic() < end:
+        ended = process.poll() is not None
+        with contextlib.suppress(TimeoutError):
+            return server.accept()[0]
+        if ended:
+            sys.exit("the machine did not connect")
+    process.kill()
+    sys.exit("connection to the machine timed out")
 
 
 def _copy(source: int, target: int) -> bool:

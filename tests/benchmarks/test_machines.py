@@ -6,6 +6,7 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -105,6 +106,32 @@ def test_input_and_output_of_commands_pass_through_the_network() -> None:
                 else:
                     process.stdin.write("end\n")
                     assert process.wait(100) == 3
+
+
+@pytest.mark.skipif(missing() != "", reason=missing() or "machines can be made")
+def test_machine_answers_at_once_when_its_link_is_up_again() -> None:
+    """Also where it looked for an address while the link was down: that look-up fails three seconds later."""
+    command = [launch_environment()["HYDRA_LAUNCHER_EXEC"], f"{NETWORK}.1", "hostname"]
+    connect = ["ip", "netns", "exec", "dgm0", "bash", "-c", f"exec <>/dev/tcp/{NETWORK}.254/9"]
+    with up(1, "400mbit") as network:
+        assert output(*command) == "m0\n"
+        network.link(0, "down")
+        with subprocess.Popen(connect, stderr=subprocess.DEVNULL):
+            time.sleep(2.5)
+            network.link(0, "up")
+            assert output(*command) == "m0\n"
+
+
+@pytest.mark.skipif(missing() != "", reason=missing() or "machines can be made")
+def test_command_of_a_machine_that_cannot_connect_ends_at_once() -> None:
+    with up(1):
+        output("ip", "-n", "dgm0", "link", "set", "eth0", "down")
+        starter = launch_environment()["HYDRA_LAUNCHER_EXEC"]
+        result = subprocess.run(
+            [starter, f"{NETWORK}.1", "hostname"], capture_output=True, text=True, timeout=5, check=False
+        )
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr.splitlines()[-1] == "the machine did not connect"
 
 
 @pytest.mark.skipif(missing() != "", reason=missing() or "machines can be made")
