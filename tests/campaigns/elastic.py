@@ -63,7 +63,7 @@ LAYOUTS: Final = (("dp:4",), ("dp:4",), ("dp:2", "tp:2"))
 LAST: Final = EPOCHS * STEPS
 HOSTS: Final = "".join(f"{NETWORK}.{number} slots=2\n" for number in (1, 2))
 RETURN_PAUSE: Final = 0.5
-"""Seconds of a step of a job to which a machine comes back: longer than the launcher takes to look."""
+"""Seconds of a step on what is left, where a machine comes back: longer than the launcher takes to look."""
 
 
 @dataclass(frozen=True, slots=True)
