@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -211,3 +212,21 @@ def test_a_read_without_an_op_or_its_operand_is_refused(by: str) -> None:
 
     with pytest.raises(ValueError, match=r"as .* by"):
         Read.parse(f"f32[8, 4] as [_, tp] by {by}")
+
+
+@pytest.mark.parametrize(
+    ("part", "text"),
+    [
+        (False, "f32[08, 4] as [_, tp] by matmul 1"),
+        (False, "f32[8, 4] as [_, tp] by matmul 01"),
+        (True, "@1 in: [4, 6] [dp, _] as [dp, _] out: [04, 6] [dp, _] as [_, _]"),
+        (True, "@01 in: [4, 6] [dp, _] as [dp, _] out: [4, 6] [dp, _] as [_, _]"),
+        (True, "@1 in: [4, 6] [dp, _] as [dp, _] joined joined out: [4, 6] [dp, _] as [_, _]"),
+        (True, "@1 in: [4, 6] [dp, _] as [dp, _] apart out: [4, 6] [dp, _] as [_, _]"),
+    ],
+)
+def test_what_would_be_written_otherwise_is_refused(part: bool, text: str) -> None:
+    from distgraph.plan.export.module_interface import Part, Read
+
+    with pytest.raises(ValueError, match=re.escape(text)):
+        (Part if part else Read).parse(text)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from distgraph.errors import GraphError
 from distgraph.ir.graph import Graph, Op
@@ -17,6 +18,8 @@ from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.op_registry import operand_layout, result_layout
 from distgraph.ir.sharding_spec import ShardSpec
 from distgraph.serialization.documents import documented, documented_as_text
+
+Parsed = TypeVar("Parsed")
 
 MATRICES = ("matmul", "embedding")  # kinds of ops that are a module of one matrix, or table, in frameworks
 _WORDS = ("inherited", "joined", "loose")
@@ -59,7 +62,8 @@ class Read:
         if match is None:
             raise ValueError(text)
         dtype, shape, used, reader, operand, shared = match.groups()
-        return cls(dtype, _shape(shape), ShardSpec.parse(used), reader or "", int(operand or 0), bool(shared))
+        layout, position = ShardSpec.parse(used), int(operand or 0)
+        return _as_written(cls(dtype, _shape(shape), layout, reader or "", position, bool(shared)), text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +140,7 @@ class Part:
             tuple(Flow.parse(flow.strip()) for flow in (text.split(";") if text else ()))
             for text in match.groups()[2:]
         )
-        return cls(int(match[1]), enters, leaves, moved, bool(match[2]))
+        return _as_written(cls(int(match[1]), enters, leaves, moved, bool(match[2])), text)
 
 
 @documented()
@@ -329,6 +333,17 @@ def in_order(paths: Iterable[str]) -> list[str]:
         return positions
 
     return sorted(paths, key=key)
+
+
+def _as_written(value: Parsed, text: str) -> Parsed:
+    """A value that was read from a text, if the text is how the value is written but for spaces.
+
+    Raises:
+        ValueError: it is written otherwise, such as with a leading zero in a number.
+    """
+    if "".join(str(value).split()) != "".join(text.split()):
+        raise ValueError(text)
+    return value
 
 
 def _shape(text: str) -> tuple[int, ...]:
