@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from distgraph import nn, ops, optim
 from distgraph.engine.search_driver.candidate import build_candidate, plan_of
 from distgraph.engine.search_driver.layout_costs import LayoutCosts
 from distgraph.engine.search_driver.load_balancing import rebalanced
+from distgraph.engine.search_driver.pipeline_search import best_count
 from distgraph.engine.search_driver.run_search import run_search
 from distgraph.engine.search_driver.search_space import (
     Shape,
@@ -27,7 +29,7 @@ from distgraph.engine.search_driver.search_space import (
     pools_of,
 )
 from distgraph.engine.search_driver.search_state import SearchState
-from distgraph.engine.search_driver.uniform_pipelines import costs_of_equal_devices
+from distgraph.engine.search_driver.uniform_pipelines import best_uniform, costs_of_equal_devices
 from distgraph.errors import InfeasibleError
 from distgraph.passes.search.intra_op.solution_cache import VARIABLE
 from distgraph.plan.pipeline_schedules import searched_schedules
@@ -109,6 +111,29 @@ def test_uniform_pipelines_with_equal_shares_are_baselines() -> None:
     plan = plan_of(program, state.layout_costs)
     assert not any(stage.mesh.weights for stage in plan.stages)
     trains_as_one_rank(CHAIN, plan)
+
+
+def test_uniform_pipelines_have_the_best_of_adjacent_numbers_of_micro_batches() -> None:
+    """And local search begins with their stages, too, in layouts for the devices as they are."""
+    cluster = cluster_of(mixed(0.5, 2, 2))
+    state = SearchState(CHAIN.compile_request(), cluster, "auto", SECONDS)
+    for _ in run_search(state):
+        pass
+    uniform = next(each for each in state.evaluations.all if "ZeRO-1: dp=2, 2 stages" in each.origin)
+    assert isinstance(uniform.rebuild, partial)
+    pipeline = uniform.rebuild.args[0]
+    count = best_count(state.pipelines.best)
+    costs = costs_of_equal_devices(state.layout_costs, count)
+    assert isinstance(costs, LayoutCosts)
+    each = {n: best_uniform(costs, [n], "zero1") for n in (count, *state.pipelines.adjacent_counts(count))}
+    estimates = {n: candidate.estimate for n, candidate in each.items() if candidate is not None}
+    assert pipeline.micro_batches == min(estimates, key=lambda n: estimates[n]) != count
+    adapted = [
+        each.seconds
+        for each in state.evaluations.all
+        if each.candidate is not None and each.candidate.stages == pipeline.stages
+    ]
+    assert min(adapted) <= uniform.seconds
 
 
 def of_two_types() -> dict[str, Any]:

@@ -280,7 +280,8 @@ def evaluate_double_recursion(state: SearchState) -> Iterator[Event]:
 def evaluate_uniform_and_recursive(state: SearchState) -> Iterator[Event]:
     """The best uniform pipeline of every kind, by estimate, and double recursion, while there is time.
 
-    On devices of several kinds all get equal shares, in layouts for the slowest kind.
+    On devices of several kinds all get equal shares, in layouts for the slowest kind. The number of
+    micro-batches is that of the best program, or one next to it where that is the best for unequal devices.
     """
     yield Event("uniform grid")
     best = state.pipelines.best
@@ -289,8 +290,11 @@ def evaluate_uniform_and_recursive(state: SearchState) -> Iterator[Event]:
     costs = costs_of_equal_devices(state.layout_costs, micro_batches)
     if isinstance(costs, str):
         state.evaluations.baselines |= {RESTRICTION_NAMES[each]: costs for each in allowed}
+    elif costs is state.layout_costs:
+        pipelines = _best_uniform(state, costs, [micro_batches], allowed)
     else:
-        pipelines = _best_uniform(state, costs, micro_batches, allowed)
+        counts = [micro_batches, *state.pipelines.adjacent_counts(micro_batches)]
+        pipelines = _best_uniform(state, costs, counts, allowed)
     if state.expired():
         return
     yield Event("double recursion")
@@ -301,6 +305,8 @@ def evaluate_uniform_and_recursive(state: SearchState) -> Iterator[Event]:
     for evaluation, equal in zip(uniform, pipelines, strict=True):
         assert isinstance(evaluation, Evaluation)
         yield from equal.record(evaluation)
+    if costs is not state.layout_costs:
+        yield from _adapted_uniform(state, pipelines)
     if isinstance(recursive, str):
         state.evaluations.baselines["double recursion"] = recursive
     else:
@@ -340,18 +346,33 @@ class _UniformPipelines:
             yield self.state.record(named, broken=broken_constraint(pipeline, self.costs))
 
 
+def _adapted_uniform(state: SearchState, pipelines: Sequence[_UniformPipelines]) -> Iterator[Event]:
+    """The stages of uniform pipelines in layouts and shares for unequal devices: from there local search moves
+    layers between them."""
+    layout_costs, adapted = state.layout_costs, dict[object, Candidate]()
+    for equal in pipelines:
+        pipeline = replace(equal.pipelines[0], origin="search", restriction=layout_costs.restriction)
+        adapted.setdefault(pipeline.decisions, pipeline)
+    for candidate in adapted.values():
+        if state.expired():
+            return
+        estimate = pipeline_estimate(layout_costs, candidate).seconds
+        yield state.record(state.evaluations.evaluate(replace(candidate, estimate=estimate)))
+
+
 def _best_uniform(
-    state: SearchState, costs: LayoutCosts, micro_batches: int, allowed: Sequence[Restriction]
+    state: SearchState, costs: LayoutCosts, counts: Sequence[int], allowed: Sequence[Restriction]
 ) -> list[_UniformPipelines]:
     """The best uniform pipeline under each restriction; where there is none, the reason is noted."""
     excluded = state.pipelines.excluded_shapes() if costs is state.layout_costs else ()
 
     def best(restriction: Restriction) -> Candidate | None:
-        return best_uniform(costs, [micro_batches], restriction, excluded)
+        return best_uniform(costs, counts, restriction, excluded)
 
     if costs is not state.layout_costs:  # else the search for pipelines has solved these
-        shapes = dict.fromkeys((each.submesh, each.free) for each in pipelines_of(costs, micro_batches))
-        costs.prepare_variants(micro_batches, list(shapes), "none")
+        for count in counts:
+            shapes = dict.fromkeys((each.submesh, each.free) for each in pipelines_of(costs, count))
+            costs.prepare_variants(count, list(shapes), "none")
     pipelines = costs.parallel_map(best, allowed, state.evaluations.processes)
     if state.expired():
         return []
