@@ -115,10 +115,7 @@ class FiniteCheck:
         self._parts: list[tuple[str, Any, bool]] = []
         for name, label in guard.values.items():
             if name in program.types and name in storage.slots:
-                root = storage.slots[name].root
-                block = arena.fixed[root]
-                if (part := storage.parts.get(name)) is not None:
-                    block = block.reshape(program.types[part.whole][0])[part.where]
+                root, block = storage.slots[name].root, _block(name, program, storage, arena)
                 self._blocks.append((label, block))
                 flat = _squarable(block)
                 whole = block.size == math.prod(program.types[name][0])  # the block has no other values
@@ -181,6 +178,14 @@ def all_finite(xp: Any, block: Any) -> bool:
     flat = _squarable(block)
     with np.errstate(over="ignore", invalid="ignore"):
         return _is_finite(xp, block, False) if flat is None else _is_finite(xp, flat, True)
+
+
+def _block(name: str, program: RankProgram, storage: Storage, arena: Arena) -> Any:
+    """The memory of a value, or of the value that it is a view of; a part may be cut from another part."""
+    part = storage.parts.get(name)
+    if part is None:
+        return arena.fixed[storage.slots[name].root]
+    return _block(part.whole, program, storage, arena).reshape(program.types[part.whole][0])[part.where]
 
 
 def _squarable(block: Any) -> Any:

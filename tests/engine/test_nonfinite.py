@@ -349,3 +349,32 @@ def test_a_rank_reads_its_part_of_gradients_that_it_keeps_whole(micro: int) -> N
     x[:, 0] = np.inf  # makes row 0 of the weight's gradient infinite, which is a part of rank 0
     trained.run((x, np.nan_to_num(t)))
     assert all(worker.check is not None and not worker.check.passed for worker in workers)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(3, 6), (5, 7)])
+def test_a_part_of_a_part_of_a_gradient_is_read(rows: int, columns: int) -> None:
+    """A rank reduces its row of a weight's gradient over tp and, for states split over dp, half of that row:
+    both stay in the memory of the whole gradient. Of five rows only two ranks have one alone."""
+    rng, losses = np.random.default_rng(0), []
+    x, t = rng.random((24, rows)), rng.random((24, columns))
+    mesh = dg.ProcessMesh.grid(dp=2, tp=3)
+    split = dg.Strategy(mesh=mesh, batch_axis=("dp", "tp"), micro_batches=2, nonfinite="skip")
+    for strategy in (None, split):
+        layer = nn.Linear(rows, columns, bias=False, dtype="f64")
+        states = None
+        if strategy is not None:
+            dg.shard_tensor(layer.weight, axes=["tp", None])
+            states = shard_states(mesh, "dp")
+        optimizer = optim.Adam(lr=0.01, state_spec=states)
+        trained = dg.Engine(layer, nn.MeanSquaredError(), optimizer, strategy=strategy, seed=1)
+        losses.append([trained.run((x, t))["loss"] for _ in range(3)])
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-12)
+    (program,) = trained._session.programs.values()
+    checks = [program.workers[rank].check for rank in range(6)]
+    sizes = [check._blocks[0][1].size for check in checks if check is not None]
+    assert sum(sizes) == rows * columns
+    last = checks[5]
+    assert last is not None
+    last._blocks[0][1][0, -1] = np.nan
+    verdicts = [check.local_verdict(lambda block: None) for check in checks if check is not None]
+    assert verdicts == [True] * 5 + [False]

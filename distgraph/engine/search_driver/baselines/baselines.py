@@ -347,7 +347,7 @@ class _UniformPipelines:
 
 
 def _adapted_uniform(state: SearchState, pipelines: Sequence[_UniformPipelines]) -> Iterator[Event]:
-    """The stages of uniform pipelines in layouts and shares for unequal devices: from there local search moves
+    """The stages of uniform pipelines in layouts and shares for unequal devices: local search then moves
     layers between them."""
     layout_costs, adapted = state.layout_costs, dict[object, Candidate]()
     for equal in pipelines:
