@@ -378,7 +378,7 @@ def _run_through_network(command: Sequence[str], prepare: str) -> None:
 
 
 def _accepted(server: socket.socket, process: subprocess.Popen[bytes]) -> socket.socket:
-    """The connection that a process opens. Ends this process where that one ends before or takes too long."""
+    """The connection that a process opens. This process ends where that one has ended or takes too long."""
     end = time.monotonic() + _CONNECT_SECONDS
     server.settimeout(0.1)
     while time.monotonic() < end:

@@ -44,7 +44,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from campaigns.elastic_program import EPOCHS, STEPS, train
+from campaigns.elastic_program import EPOCHS, RANKS, STEPS, train
 from campaigns.kills import LAUNCH, TOKEN, find_target, job_processes, kill_job, source_path
 from campaigns.kills import Trial as Kill
 
@@ -212,7 +212,7 @@ def run(trial: Trial, rng: random.Random) -> tuple[list[str], float, str]:
     }
     if trial.kind == "machine-return":
         env["ELASTIC_PAUSE"] = str(RETURN_PAUSE)
-    command = [sys.executable, "-c", LAUNCH, "run", "--elastic", "-n", "4"]
+    command = [sys.executable, "-c", LAUNCH, "run", "--elastic", "-n", str(RANKS)]
     command += ["--hostfile", str(folder / "hosts"), str(PROGRAM), str(folder), *trial.layout]
     try:
         with machines(2, RATE) if several else nullcontext() as network:

@@ -23,7 +23,7 @@ EPOCHS, STEPS, EVERY = 3, 8, 5
 """Epochs, steps of each, and steps between two checkpoints."""
 RANKS, PAUSE = 4, 0.03
 """Ranks that the job starts with, and seconds that a step takes at least."""
-PAUSE_OF_FEWER = float(os.environ.get("ELASTIC_PAUSE", "0.03"))
+PAUSE_OF_FEWER = float(os.environ.get("ELASTIC_PAUSE", PAUSE))
 """Seconds of a step on fewer ranks, at least."""
 
 

@@ -18,9 +18,11 @@ from support.search.plan_training import trains_as_one_rank
 
 import distgraph as dg
 from distgraph import nn, ops, optim
+from distgraph.engine.search_driver.baselines.baselines import evaluate_uniform_and_recursive
 from distgraph.engine.search_driver.candidate import build_candidate, plan_of
 from distgraph.engine.search_driver.layout_costs import LayoutCosts
 from distgraph.engine.search_driver.load_balancing import rebalanced
+from distgraph.engine.search_driver.micro_batch_search import search_micro_batch_counts
 from distgraph.engine.search_driver.pipeline_search import best_count
 from distgraph.engine.search_driver.run_search import run_search
 from distgraph.engine.search_driver.search_space import (
@@ -114,26 +116,39 @@ def test_uniform_pipelines_with_equal_shares_are_baselines() -> None:
 
 
 def test_uniform_pipelines_have_the_best_of_adjacent_numbers_of_micro_batches() -> None:
-    """And local search begins with their stages, too, in layouts for the devices as they are."""
-    cluster = cluster_of(mixed(0.5, 2, 2))
-    state = SearchState(CHAIN.compile_request(), cluster, "auto", SECONDS)
+    state = SearchState(CHAIN.compile_request(), cluster_of(mixed(0.5, 2, 2)), "auto", SECONDS)
     for _ in run_search(state):
         pass
     uniform = next(each for each in state.evaluations.all if "ZeRO-1: dp=2, 2 stages" in each.origin)
     assert isinstance(uniform.rebuild, partial)
-    pipeline = uniform.rebuild.args[0]
     count = best_count(state.pipelines.best)
     costs = costs_of_equal_devices(state.layout_costs, count)
     assert isinstance(costs, LayoutCosts)
     each = {n: best_uniform(costs, [n], "zero1") for n in (count, *state.pipelines.adjacent_counts(count))}
     estimates = {n: candidate.estimate for n, candidate in each.items() if candidate is not None}
-    assert pipeline.micro_batches == min(estimates, key=lambda n: estimates[n]) != count
-    adapted = [
-        each.seconds
-        for each in state.evaluations.all
-        if each.candidate is not None and each.candidate.stages == pipeline.stages
-    ]
-    assert min(adapted) <= uniform.seconds
+    best = min(estimates, key=lambda n: estimates[n])
+    assert uniform.rebuild.args[0].micro_batches == best != count
+
+
+@pytest.mark.parametrize("searched", [False, True])
+def test_local_search_begins_with_the_stages_of_a_uniform_pipeline_that_is_best(searched: bool) -> None:
+    """They get layouts for the devices as they are: those for equal devices are not of this search."""
+    state = SearchState(CHAIN.compile_request(), cluster_of(mixed(0.5, 2, 2)), "auto", SECONDS)
+    if searched:
+        for _ in search_micro_batch_counts(state):
+            pass
+    before = len(state.evaluations.all)
+    for _ in evaluate_uniform_and_recursive(state):
+        pass
+    assert state.best is not None
+    evaluated = state.evaluations.all[before:]
+    stages = {each.rebuild.args[0].stages for each in evaluated if isinstance(each.rebuild, partial)}
+    starts = [each for each in evaluated if each.candidate is not None]
+    if searched:
+        assert starts == []
+    else:
+        assert [start.candidate.stages in stages for start in starts if start.candidate] == [True]
+        assert starts[0].choices["micro_batches"] == state.best.choices["micro_batches"]
 
 
 def of_two_types() -> dict[str, Any]:

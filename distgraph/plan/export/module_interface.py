@@ -336,10 +336,11 @@ def in_order(paths: Iterable[str]) -> list[str]:
 
 
 def _as_written(value: Parsed, text: str) -> Parsed:
-    """A value that was read from a text, if the text is how the value is written but for spaces.
+    """A value that was read from a text.
 
     Raises:
-        ValueError: it is written otherwise, such as with a leading zero in a number.
+        ValueError: the value is written in another way, such as without a zero before a number. Spaces may
+            differ.
     """
     if "".join(str(value).split()) != "".join(text.split()):
         raise ValueError(text)

@@ -280,8 +280,9 @@ def evaluate_double_recursion(state: SearchState) -> Iterator[Event]:
 def evaluate_uniform_and_recursive(state: SearchState) -> Iterator[Event]:
     """The best uniform pipeline of every kind, by estimate, and double recursion, while there is time.
 
-    On devices of several kinds all get equal shares, in layouts for the slowest kind. The number of
-    micro-batches is that of the best program, or one next to it where that is the best for unequal devices.
+    The number of micro-batches is that of the best pipeline by estimate. On devices of several kinds all get
+    equal shares, in layouts for the slowest kind, and the numbers next to that one are tried, too. If a
+    uniform pipeline is then the best program, local search gets a start with its stages.
     """
     yield Event("uniform grid")
     best = state.pipelines.best
@@ -305,8 +306,9 @@ def evaluate_uniform_and_recursive(state: SearchState) -> Iterator[Event]:
     for evaluation, equal in zip(uniform, pipelines, strict=True):
         assert isinstance(evaluation, Evaluation)
         yield from equal.record(evaluation)
-    if costs is not state.layout_costs:
-        yield from _adapted_uniform(state, pipelines)
+    if costs is not state.layout_costs and state.best is not None and not state.expired():
+        for equal in (each for each in pipelines if state.best.origin in each.origins):
+            yield state.record(_evaluate_stages_of(state, equal.pipelines[0]))
     if isinstance(recursive, str):
         state.evaluations.baselines["double recursion"] = recursive
     else:
@@ -327,6 +329,11 @@ class _UniformPipelines:
     costs: LayoutCosts
     pipelines: tuple[Candidate, ...]
 
+    @property
+    def origins(self) -> set[str]:
+        """Names of the pipelines, one for each restriction."""
+        return {pipeline.origin for pipeline in self.pipelines}
+
     def evaluate(self) -> Evaluation:
         """The evaluation of the program on the cluster, without the program."""
         if self.costs is self.state.layout_costs:
@@ -346,18 +353,14 @@ class _UniformPipelines:
             yield self.state.record(named, broken=broken_constraint(pipeline, self.costs))
 
 
-def _adapted_uniform(state: SearchState, pipelines: Sequence[_UniformPipelines]) -> Iterator[Event]:
-    """The stages of uniform pipelines in layouts and shares for unequal devices: local search then moves
-    layers between them."""
-    layout_costs, adapted = state.layout_costs, dict[object, Candidate]()
-    for equal in pipelines:
-        pipeline = replace(equal.pipelines[0], origin="search", restriction=layout_costs.restriction)
-        adapted.setdefault(pipeline.decisions, pipeline)
-    for candidate in adapted.values():
-        if state.expired():
-            return
-        estimate = pipeline_estimate(layout_costs, candidate).seconds
-        yield state.record(state.evaluations.evaluate(replace(candidate, estimate=estimate)))
+def _evaluate_stages_of(state: SearchState, pipeline: Candidate) -> Evaluation:
+    """The evaluation of a uniform pipeline's stages in layouts for the devices as they are.
+
+    Local search goes on from it, which cannot go on from layouts for equal devices.
+    """
+    candidate = replace(pipeline, origin="search")
+    estimate = pipeline_estimate(state.layout_costs, candidate).seconds
+    return state.evaluations.evaluate(replace(candidate, estimate=estimate))
 
 
 def _best_uniform(
@@ -371,6 +374,8 @@ def _best_uniform(
 
     if costs is not state.layout_costs:  # else the search for pipelines has solved these
         for count in counts:
+            if state.expired():
+                return []
             shapes = dict.fromkeys((each.submesh, each.free) for each in pipelines_of(costs, count))
             costs.prepare_variants(count, list(shapes), "none")
     pipelines = costs.parallel_map(best, allowed, state.evaluations.processes)
