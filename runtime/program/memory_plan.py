@@ -17,6 +17,7 @@ import numpy as np
 from distgraph.errors import RuntimeFault
 from distgraph.ir.op_registry import lookup
 from distgraph.passes.partition import LocalOp, LocalTask, RankProgram
+from distgraph.runtime.program.collective_waits import place_waits
 from distgraph.runtime.program.memory_packing import Block, pack_once
 from distgraph.runtime.program.parts_of_values import outliving_slices, reduced_parts
 from distgraph.runtime.program.ring_buffer_sizes import RankClocks, outstanding, rank_clocks, window
@@ -26,8 +27,6 @@ from distgraph.runtime.program.storage import (
     Slot,
     Storage,
     in_one_block,
-    is_fused,
-    is_started,
     nbytes,
 )
 from distgraph.runtime.schedule.actor_group import AliveLimits
@@ -68,7 +67,7 @@ def planned(program: RankProgram, *, in_parts: bool = True) -> StoragePlan:
         plan = StoragePlan(program, copied, parts)
         plan.visit()
     plan.join_accumulates()
-    plan.find_waits()
+    place_waits(plan)
     plan.classify()
     plan.place_updates()
     plan.assign_scratch()
@@ -223,39 +222,6 @@ class StoragePlan:
                     if lookup(maker.op.kind).adds is not None:  # then it needs no buffer of its own
                         self.put(value, Slot("view", total))
                         self.uses[total] += self.uses.pop(value)
-
-    def find_waits(self) -> None:
-        """Place the wait for each collective immediately before the first op that reads its result."""
-        waits: dict[Place, list[str]] = {}
-        position = {task.name: i for i, task in enumerate(self.program.tasks)}
-        for task in self.program.tasks:
-            late = []
-            for number, local in enumerate(task.ops):
-                if not is_started(local):
-                    continue
-                result, roots = local.op.name, [self.slots[v.name].root for v in local.op.results]
-                aliases = [name for root in roots for name in self.aliases[root]]
-                all_readers = [p for n in aliases for p in self.readers.get(n, ())]
-                readers = [
-                    p for p in all_readers if p[0] != task.name or p[1] > number
-                ]  # not the collective itself
-                here = [p for p in readers if p[0] == task.name]
-                if here:
-                    place = min(here)
-                    waits.setdefault(place, []).append(result)
-                elif readers:
-                    late.append(result)
-                    place = min(readers, key=lambda p: (position[p[0]], p[1]))
-                else:  # no op reads it: wait at the end of the task, before its scratch memory is reused
-                    place = (task.name, len(task.ops))
-                    waits.setdefault(place, []).append(result)
-                    for root in roots:
-                        self.uses[root].append(place)
-                packed = is_fused(local) and not in_one_block(local)  # what is sent is a copy
-                for value in local.op.operands if local.mode != "recv" and not packed else ():
-                    self.uses[self.slots[value.name].root].append(place)
-            self.storage.late[task.name] = tuple(late)
-        self.storage.waits = {place: tuple(names) for place, names in waits.items()}
 
     def classify(self) -> None:
         """Make roots that another task uses persistent, or rings where there is one per micro-batch."""

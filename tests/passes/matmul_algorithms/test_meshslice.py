@@ -25,6 +25,7 @@ from distgraph.passes.matmul_algorithms.distribute_matmuls import algorithm_of, 
 from distgraph.passes.matmul_algorithms.product import product_of
 from distgraph.passes.pass_pipeline import run_passes
 from distgraph.runtime.program.build import build
+from distgraph.runtime.program.memory_plan import planned
 
 SLICED = [(slices, block) for slices in (1, 2, 4) for block in (1, 2, 8)]
 
@@ -241,3 +242,26 @@ def test_wrong_input_is_refused() -> None:
             ShardingError, match="algorithm 'strassen' for matrix products does not exist; the alg"
         ):
             distribute_matmuls(case.completed())
+
+
+@pytest.mark.parametrize("flow", FLOWS)
+def test_a_slice_is_gathered_when_the_one_before_has_arrived(flow: str) -> None:
+    """Both would share the links: the product of the first one would begin later, and no other one sooner."""
+    feeds, params = (case := product(2, 4, flow, "meshslice", 4, 1)).arrays()
+    built = run_partitioned(case.completed(), [feeds], params)[2]
+    gathers = 0
+    for rank in built.ranks:
+        program = built.program(rank)
+        waits = planned(program).storage.waits
+        for task in program.tasks:
+            arrived: set[str] = set()
+            started: list[tuple[str, str, int]] = []  # gather, its product, number of its slice
+            for number, local in enumerate(task.ops):
+                arrived.update(waits.get((task.name, number), ()))
+                if match := re.fullmatch(r"(.*)\.[ab](\d)\.gathered", local.op.name):
+                    here = match[1], int(match[2])
+                    earlier = {name for name, of, index in started if of == here[0] and index < here[1]}
+                    assert earlier <= arrived
+                    started.append((local.op.name, *here))
+                    gathers += here[1] > 0
+    assert gathers
