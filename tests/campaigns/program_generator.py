@@ -61,6 +61,7 @@ class Program:
         fitted: whether `Engine.fit` trains it, and not `Engine.run`.
         rest: samples of a short last batch, after `steps` whole ones; with `Engine.fit` only.
         plain: whether the model is given to the engine as a function, and not as a module.
+        shift: relative change of all numbers of the data.
     """
 
     seed: int
@@ -80,6 +81,7 @@ class Program:
     fitted: bool = False
     rest: int = 0
     plain: bool = False
+    shift: float = 0.0
 
 
 @dataclass

@@ -273,7 +273,9 @@ def sample(program: Program, count: int, number: int) -> dict[str, np.ndarray]:
         fields["target"] = rng.normal(size=(count, 2))
     else:
         fields["target"] = rng.normal(size=(count, CLASSES))
-    return fields
+    return {
+        name: array * (1 + program.shift) if array.dtype == "f8" else array for name, array in fields.items()
+    }
 
 
 def batch_of(program: Program, count: int, number: int) -> Any:

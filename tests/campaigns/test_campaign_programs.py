@@ -15,6 +15,7 @@ from campaigns.program_trial import (
     INTERNAL,
     OK,
     REFUSED,
+    SKIPPED,
     WRONG,
     References,
     _judged,
@@ -115,6 +116,19 @@ def test_a_contribution_that_is_lost_is_found(monkeypatch: pytest.MonkeyPatch) -
     verdict = run_trial(case, references)
     assert verdict.kind == WRONG
     assert "loss of step 0" in verdict.why
+
+
+def test_rounding_errors_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trial 7046 predicts a sum that is zero, with a bias that Adam has made of a zero gradient. It is
+    wrong all the same where another number is, too."""
+    case, references = draw_case(16000000, 7046, RANKS["process"], searched=False), References()
+    verdict = run_trial(case, references)
+    assert (verdict.kind, verdict.wrong) == (SKIPPED, ())
+    assert verdict.why.startswith("rounding errors of the serial program: predicted output off by ")
+    monkeypatch.setattr(inprocess, "reduce_in_order", lambda parts, op, out: out.__setitem__(..., parts[0]))
+    verdict = run_trial(case, references)
+    assert verdict.kind == WRONG
+    assert len(verdict.wrong) > 1
 
 
 def test_a_layout_that_the_verifier_refuses_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
