@@ -13,10 +13,11 @@ parameter. Its states are f32 too. Gradients are widened once a step, after any 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -43,6 +44,18 @@ def matrices_only(name: str, shape: tuple[int, ...]) -> bool:
     return len(shape) > 1
 
 
+class _Range(NamedTuple):
+    """Numbers that a setting may be, in words and as a predicate."""
+
+    text: str
+    holds: Callable[[float], bool]
+
+
+_NOT_NEGATIVE = _Range("a number of 0 or more", lambda number: 0 <= number < math.inf)
+_POSITIVE = _Range("a number above 0", lambda number: 0 < number < math.inf)
+_FRACTION = _Range("a number from 0 to below 1", lambda number: 0 <= number < 1)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimizer(ABC):
     """Base of all optimisers.
@@ -63,18 +76,46 @@ class Optimizer(ABC):
     state_spec: StateSpec | None = None
     master: str | None = None
 
+    ranges: ClassVar[Mapping[str, _Range]] = {}
+    """Field -> what its number must be."""
+
     def __post_init__(self) -> None:
         if self.master not in (None, "f32", "f64"):
             raise GraphError(
                 f'master of {type(self).__name__} is {self.master!r} but must be "f32", "f64" or None'
             )
-        for name, number in (("lr", self.lr), ("clip_norm", self.clip_norm)):
-            if not (callable(number) or number is None or _is_rate(number)):
-                raise GraphError(f"{name} of {type(self).__name__} is {number!r} but must be 0 or more")
+        if not callable(self.lr):
+            self._check("lr", self.lr, _NOT_NEGATIVE)
+        if self.clip_norm is not None:
+            self._check("clip_norm", self.clip_norm, _POSITIVE)
+        for name, allowed in {"weight_decay": _NOT_NEGATIVE, **self.ranges}.items():
+            self._check(name, getattr(self, name), allowed)
+        if not callable(self.decays):
+            raise GraphError(f"decays of {type(self).__name__} is {self.decays!r} but must be a function")
+        if not (self.state_spec is None or callable(self.state_spec)):
+            raise GraphError(
+                f"state_spec of {type(self).__name__} is {self.state_spec!r} but must be a function or None"
+            )
+
+    def _check(self, what: str, number: object, allowed: _Range) -> None:
+        """Raise GraphError unless a setting is a number that is allowed."""
+        is_number = isinstance(number, (int, float, np.number)) and not isinstance(number, bool)
+        if not is_number or not allowed.holds(float(number)):  # type: ignore[arg-type]
+            raise GraphError(f"{what} of {type(self).__name__} is {number!r} but must be {allowed.text}")
 
     def learning_rate(self, step: int) -> float:
-        """The rate after `step` finished steps."""
-        return float(self.lr(step) if callable(self.lr) else self.lr)
+        """The rate after `step` finished steps.
+
+        Raises:
+            GraphError: a schedule gives no number, or one that is negative or not finite.
+        """
+        if not callable(self.lr):
+            return float(self.lr)
+        rate: Any = self.lr(step)
+        if isinstance(rate, np.ndarray) and not rate.shape:
+            rate = float(rate)
+        self._check(f"lr after step {step}", rate, _NOT_NEGATIVE)
+        return float(rate)
 
     def inputs(self, step: int, skipped: int = 0) -> dict[str, float]:
         """Values of the graph inputs that `update` reads, after `step` finished steps, of which `skipped`
@@ -201,6 +242,12 @@ class SGD(Optimizer):
 
     momentum: float = 0.0
     nesterov: bool = False
+    ranges: ClassVar[Mapping[str, _Range]] = {"momentum": _FRACTION}
+
+    def __post_init__(self) -> None:
+        Optimizer.__post_init__(self)
+        if self.nesterov and not self.momentum:
+            raise GraphError("nesterov of SGD is True but momentum is 0; give a momentum, or leave it out")
 
     def _apply(self, slot: _Slot, g: Tensor, lr: Tensor, step: Tensor) -> None:
         p, decay = slot.p, self._decay(slot)
@@ -228,6 +275,7 @@ class Adam(Optimizer):
     beta2: float = 0.999
     eps: float = 1e-8
     decoupled: bool = field(default=False, init=False)
+    ranges: ClassVar[Mapping[str, _Range]] = {"beta1": _FRACTION, "beta2": _FRACTION, "eps": _NOT_NEGATIVE}
 
     def _apply(self, slot: _Slot, g: Tensor, lr: Tensor, step: Tensor) -> None:
         m, v = slot.state("adam_m"), slot.state("adam_v")
@@ -261,6 +309,7 @@ class Adafactor(Optimizer):
     decay: float = 0.8
     clip: float = 1.0
     eps: float = 1e-30
+    ranges: ClassVar[Mapping[str, _Range]] = {"decay": _NOT_NEGATIVE, "clip": _POSITIVE, "eps": _NOT_NEGATIVE}
 
     def _apply(self, slot: _Slot, g: Tensor, lr: Tensor, step: Tensor) -> None:
         p = slot.p
@@ -290,10 +339,6 @@ class Adafactor(Optimizer):
         if decay:
             change = change + p * decay
         slot.store(p, p - change * _rate(lr, change))
-
-
-def _is_rate(number: object) -> bool:
-    return isinstance(number, (int, float, np.number)) and bool(number >= 0)
 
 
 def _rate(scalar: Tensor, like: Tensor) -> Tensor:

@@ -31,6 +31,10 @@ def _flag(text: str) -> bool:
     return {"true": True, "false": False}[text.lower()]
 
 
+def _precision(text: str) -> str | None:
+    return None if text == "none" else text
+
+
 FORMS: Mapping[str, tuple[Callable[[str], Any], str]] = {
     "mode": (str, "a mode"),
     "micro_batches": (int, "a number"),
@@ -56,7 +60,7 @@ FORMS: Mapping[str, tuple[Callable[[str], Any], str]] = {
     "verify_replicas": (int, "a number"),
     "passes": (_names, "changes of passes such as -fuse_reductions,a=b"),
     "precision": (str, "bf16 or fp16"),
-    "gradient_precision": (str, "bf16"),
+    "gradient_precision": (_precision, "bf16, or none"),
 }
 """Field of `Strategy` -> how its text is read, and what the text must be."""
 

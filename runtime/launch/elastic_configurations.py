@@ -38,12 +38,14 @@ class ScriptProgram:
         batch_axis: axes of this mesh that split the batch.
         samples: of a micro-batch, which these axes split.
         searches: its strategy searches a plan for the cluster of the engine.
+        shared: fields of its strategy that need several ranks along `batch_axis` -> their values without.
     """
 
     mesh: Mapping[str, int]
     batch_axis: tuple[str, ...]
     samples: int
     searches: bool
+    shared: Mapping[str, str] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
         """Write it to the folder of an elastic job, unless an earlier start of the job has."""
@@ -58,7 +60,7 @@ class ScriptProgram:
         if not (folder / _PROGRAM).exists():
             return None
         content = json.loads((folder / _PROGRAM).read_text())
-        return cls(content["mesh"], tuple(content["batch_axis"]), content["samples"], content["searches"])
+        return cls(**content | {"batch_axis": tuple(content["batch_axis"])})
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +141,10 @@ def _resized(available: int, program: ScriptProgram, fields: str) -> Configurati
             f"({mesh}) takes {others}; give plans for fewer ranks by --plan"
         )
     mesh = ",".join(f"{name}:{size if name == axis else length}" for name, length in program.mesh.items())
-    variables = {STRATEGY_VARIABLE: _with_fields(fields, {"mesh": mesh})}
-    return Configuration(size * others, f"mesh {mesh}", variables)
+    without = program.shared if size * split == 1 else {}
+    text = f"mesh {mesh}{', without ' + ' and '.join(without) if without else ''}"
+    variables = {STRATEGY_VARIABLE: _with_fields(fields, {"mesh": mesh, **without})}
+    return Configuration(size * others, text, variables)
 
 
 def _with_fields(fields: str, given: Mapping[str, str]) -> str:

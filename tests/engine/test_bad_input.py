@@ -123,7 +123,55 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[DistGraphError], str]] = {
         "optimizer is 'adam' but must be an obj",
     ),
     "optimizer is a class": (lambda: train(optimizer=optim.Adam), GraphError, "optimizer is the class Adam"),
-    "rate as text": (lambda: optim.Adam("1e-3"), GraphError, "lr of Adam is '1e-3' but must be 0 or more"),
+    "rate as text": (
+        lambda: optim.Adam("1e-3"),
+        GraphError,
+        "lr of Adam is '1e-3' but must be a number of 0 or more",
+    ),
+    "rate of None": (lambda: optim.Adam(lr=None), GraphError, "lr of Adam is None but must be a number"),
+    "rate that is true": (lambda: optim.SGD(lr=True), GraphError, "lr of SGD is True but must be a number"),
+    "rate of a schedule": (
+        lambda: train(optimizer=optim.SGD(lr=lambda step: float("nan"))),
+        GraphError,
+        "lr after step 0 of SGD is nan but must be a number of 0 or more",
+    ),
+    "moment of 1": (
+        lambda: optim.Adam(beta1=1),
+        GraphError,
+        "beta1 of Adam is 1 but must be a number from 0 to below 1",
+    ),
+    "eps below 0": (lambda: optim.AdamW(eps=-1), GraphError, "eps of AdamW is -1 but must be a number of 0"),
+    "decay as text": (
+        lambda: optim.Adam(weight_decay="x"),
+        GraphError,
+        "weight_decay of Adam is 'x' but must",
+    ),
+    "momentum below 0": (
+        lambda: optim.SGD(momentum=-1),
+        GraphError,
+        "momentum of SGD is -1 but must be a nu",
+    ),
+    "nesterov without momentum": (lambda: optim.SGD(nesterov=True), GraphError, "but momentum is 0; give a"),
+    "clip of 0": (
+        lambda: optim.Adafactor(clip=0),
+        GraphError,
+        "clip of Adafactor is 0 but must be a number ab",
+    ),
+    "norm of 0": (
+        lambda: optim.SGD(clip_norm=0),
+        GraphError,
+        "clip_norm of SGD is 0 but must be a number ab",
+    ),
+    "decays of a number": (
+        lambda: optim.SGD(decays=3),
+        GraphError,
+        "decays of SGD is 3 but must be a function",
+    ),
+    "layouts of a number": (
+        lambda: optim.SGD(state_spec=3),
+        GraphError,
+        "state_spec of SGD is 3 but must be a",
+    ),
     "metric by name": (
         lambda: train(metrics=["accuracy"]),
         GraphError,

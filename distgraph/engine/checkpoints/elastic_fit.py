@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 _calls: Final = itertools.count()
 """Number of the next call of `fit` in this process."""
+_OF_SEVERAL_RANKS: Final = {"zero": "0", "gradient_precision": "none"}
+"""Fields of a strategy that are refused where one rank has the whole batch -> text of their default."""
 _RECORDED_SECONDS: Final = 1.0
 """Seconds after an error in which the loss that has caused it is recorded, if one has."""
 _SHARED_SECONDS: Final = 10.0
@@ -147,6 +149,7 @@ class ElasticFit(Callback):
             (axes,) if isinstance(axes, str) else tuple(axes),
             max(1, batch_size // (strategy.micro_batches or 1)),
             strategy.searches,
+            {name: none for name, none in _OF_SEVERAL_RANKS.items() if getattr(strategy, name)},
         ).write(self.folder)
         self._place.mkdir(exist_ok=True)
         record = self._place / "run"

@@ -60,8 +60,8 @@ def _refuse(zero: int, axes: tuple[str, ...]) -> NoReturn:
     """Raise the error for a training program of which nothing is split."""
     if not axes:
         raise ShardingError(
-            f"zero of Strategy is {zero} but no axis splits the batch over ranks; give Strategy a mesh and a "
-            "batch_axis, or annotate an input"
+            f"zero of Strategy is {zero} but no axis splits the batch over several ranks; give Strategy a "
+            "mesh and a batch_axis of more than one rank, annotate an input, or leave zero out"
         )
     what = "parameter or state" if zero >= SPLIT_PARAMETERS else "state"
     raise ShardingError(

@@ -57,6 +57,16 @@ def test_fields_that_the_user_gives_stay() -> None:
     assert configuration.variables == {STRATEGY_VARIABLE: "zero=2 mesh=dp:3"}
 
 
+def test_one_rank_with_the_whole_batch_has_nothing_to_share(tmp_path: Path) -> None:
+    shared = {"zero": "0", "gradient_precision": "none"}
+    ScriptProgram({"dp": 2, "tp": 2}, ("dp",), 16, False, shared).write(tmp_path)
+    script = ScriptProgram.read(tmp_path)
+    one, two = choose(3, (), script, "zero=2"), choose(4, (), script, "zero=2")
+    assert one.variables == {STRATEGY_VARIABLE: "mesh=dp:1,tp:2 zero=0 gradient_precision=none"}
+    assert one.text == "mesh dp:1,tp:2, without zero and gradient_precision"
+    assert (two.variables, two.text) == ({STRATEGY_VARIABLE: "zero=2 mesh=dp:2,tp:2"}, "mesh dp:2,tp:2")
+
+
 def test_the_largest_plan_that_fits_is_taken(tmp_path: Path) -> None:
     plans = [GivenPlan(str(tmp_path / f"{ranks}.json"), ranks) for ranks in (4, 2, 3)]
     assert choose(3, plans, None).variables == {PLAN_VARIABLE: str(tmp_path / "3.json")}
@@ -247,6 +257,32 @@ KILL = """import os, signal, distgraph
 if os.environ.get('PMI_RANK') == '1':
     os.kill(os.getpid(), signal.SIGKILL)
 """
+
+
+SHARED = """import os, signal
+import numpy as np
+import distgraph as dg
+from distgraph import callbacks, nn, optim
+
+class Killed(callbacks.Callback):
+    def on_batch_end(self, engine, step, logs):
+        if step == 3 and os.environ.get('PMI_RANK') == '1':
+            os.kill(os.getpid(), signal.SIGKILL)
+
+strategy = dg.Strategy(mesh=dg.ProcessMesh.grid(dp=2), batch_axis="dp", zero=2, gradient_precision="bf16")
+model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+engine = dg.Engine(model, nn.MeanSquaredError(), optim.Adam(lr=1e-2), strategy=strategy)
+x = np.random.default_rng(0).normal(size=(48, 6)).astype("f4")
+engine.fit((x, x[:, :2]), epochs=2, batch_size=12, callbacks=[Killed()], progress=False)
+assert engine.step == 8
+"""
+
+
+@needs_mpi
+def test_training_goes_on_on_one_rank_without_what_several_share(tmp_path: Path) -> None:
+    code, said = run(SHARED, tmp_path)
+    assert code == 0, said
+    assert "training goes on on 1 rank with mesh dp:1, without zero and gradient_precision" in said
 
 
 @needs_mpi
