@@ -220,6 +220,11 @@ def _positions(session: Session, length: int | None, needed: int) -> tuple[int, 
         if mode != "generate" and name in names and len(shape) == 1
     ]
     longest, dtype = max(limits, default=(needed, "i32"))
+    if to_numpy(dtype).kind not in "iu":
+        raise GraphError(
+            f"model has been given samples of {dtype} but generation gives it token numbers; use a model "
+            "that takes whole numbers"
+        )
     return length or longest, to_numpy(dtype)
 
 

@@ -183,6 +183,12 @@ class Strategy:
         self._check_precision()
         if self.mesh is not None:
             check_mesh("Strategy", self.mesh)
+        axes = (self.batch_axis,) if isinstance(self.batch_axis, str) else self.batch_axis
+        named = isinstance(axes, Sequence) and all(isinstance(axis, str) for axis in axes)
+        if axes is not None and not (named and axes):
+            raise ShardingError(
+                f"batch_axis of Strategy is {self.batch_axis!r} but must be the name of an axis, or several"
+            )
         if self.mesh is not None and self.mode == "auto" and not self.batch_axes:
             raise ShardingError(
                 f"mesh of Strategy is {self.mesh} but mode 'auto' makes meshes itself; leave mesh out, say "

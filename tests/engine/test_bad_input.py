@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import distgraph as dg
-from distgraph import nn, ops, optim
+from distgraph import callbacks, nn, ops, optim
 from distgraph.engine.callbacks import Callback, ModelCheckpoint
 from distgraph.errors import DistGraphError, GraphError, ResourceError, RuntimeFault, ShardingError
 from distgraph.runtime.execute.checkpoint import Checkpoint
@@ -171,6 +171,29 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[DistGraphError], str]] = {
         lambda: optim.SGD(state_spec=3),
         GraphError,
         "state_spec of SGD is 3 but must be a",
+    ),
+    "checkpoints by epochs and steps": (
+        lambda: callbacks.ModelCheckpoint("c", every=2, every_steps=3),
+        RuntimeFault,
+        "every is 2 epochs but every_steps is 3; leave one out",
+    ),
+    "log at a number": (lambda: callbacks.CSVLogger(3), RuntimeFault, "CSVLogger: .*3.* it is no path"),
+    "timeline at None": (lambda: callbacks.Timeline(None), RuntimeFault, "Timeline: .*None.* it is no path"),
+    "board at a number": (lambda: callbacks.TensorBoard(3), RuntimeFault, "TensorBoard: .*3.* it is no path"),
+    "monitor of a number": (
+        lambda: callbacks.EarlyStopping(3),
+        RuntimeFault,
+        "monitor is 3 but must be a name",
+    ),
+    "batch axis of a number": (
+        lambda: dg.Strategy(mesh=dg.ProcessMesh.grid(dp=2), batch_axis=3),
+        ShardingError,
+        "batch_axis of Strategy is 3 but must be the name of an axis, or several",
+    ),
+    "no batch axis": (
+        lambda: dg.Strategy(mesh=dg.ProcessMesh.grid(dp=2), batch_axis=[]),
+        ShardingError,
+        r"batch_axis of Strategy is \[\] but must be the name of an axis, or several",
     ),
     "metric by name": (
         lambda: train(metrics=["accuracy"]),

@@ -21,7 +21,9 @@ def check_place(who: str, path: str | Path) -> None:
     Raises:
         RuntimeFault: the path is empty, or its nearest existing parent is no folder or takes no new files.
     """
-    fails = "" if str(path) and "\0" not in str(path) else "it is no path"
+    given: object = path
+    is_path = isinstance(given, (str, os.PathLike)) and str(path) and "\0" not in str(path)
+    fails = "" if is_path else "it is no path"
     if not fails:
         try:
             folder = next(parent for parent in Path(path).absolute().parents if parent.exists())

@@ -57,7 +57,7 @@ class ModelCheckpoint(Callback):
     Args:
         path: of the checkpoint's directory; `{epoch}` and `{step}` in it are replaced, also with a width as
             in `{step:06d}`, so that several are kept.
-        every: epochs between two checkpoints.
+        every: epochs between two checkpoints; 1 by default.
         every_steps: steps between two checkpoints, instead of epochs.
         best: name of a number of an epoch, such as "valid_loss": save only when it is better than in any
             checkpoint of this training before. With `keep` all are saved, and that of the best epoch stays.
@@ -73,7 +73,7 @@ class ModelCheckpoint(Callback):
     def __init__(
         self,
         path: str | Path,
-        every: int = 1,
+        every: int | None = None,
         every_steps: int | None = None,
         best: str | None = None,
         mode: str = "min",
@@ -87,6 +87,10 @@ class ModelCheckpoint(Callback):
                 check_count(f"ModelCheckpoint: {name}", number, RuntimeFault)
         if best is not None and not isinstance(best, str):
             raise RuntimeFault(f'ModelCheckpoint: best is {best!r} but must be a name such as "valid_loss"')
+        if every is not None and every_steps is not None:
+            raise RuntimeFault(
+                f"ModelCheckpoint: every is {every} epochs but every_steps is {every_steps}; leave one out"
+            )
         if best is not None and every_steps is not None:
             raise RuntimeFault(
                 f"ModelCheckpoint: best={best!r} is measured once an epoch but every_steps is {every_steps}; "
@@ -97,7 +101,8 @@ class ModelCheckpoint(Callback):
                 f"ModelCheckpoint: keep is {keep} but path {self.path.text!r} is one directory; write "
                 f"{{epoch}} or {{step}} in it"
             )
-        self.every, self.every_steps, self.best, self.mode, self.keep = every, every_steps, best, mode, keep
+        self.every, self.every_steps, self.best, self.mode = every or 1, every_steps, best, mode
+        self.keep = keep
         self.asynchronous = asynchronous
         self._best = _Best("ModelCheckpoint", mode)
 
@@ -153,6 +158,10 @@ class EarlyStopping(Callback):
     def __init__(
         self, monitor: str = "valid_loss", patience: int = 3, min_delta: float = 0.0, mode: str = "min"
     ) -> None:
+        if not isinstance(monitor, str):
+            raise RuntimeFault(
+                f'EarlyStopping: monitor is {monitor!r} but must be a name such as "valid_loss"'
+            )
         check_count("EarlyStopping: patience", patience, RuntimeFault, 0)
         self.monitor, self.patience = monitor, patience
         self._best = _Best("EarlyStopping", mode, min_delta)

@@ -144,7 +144,8 @@ class TensorBoard(Callback):
     """
 
     def __init__(self, directory: str | Path) -> None:
-        check_place("TensorBoard", f"{directory}/events" if str(directory) else "")
+        check_place("TensorBoard", directory)
+        check_place("TensorBoard", f"{directory}/events")
         self.directory = str(directory)
         self._writer: Any = None
 
