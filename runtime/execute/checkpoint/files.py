@@ -42,7 +42,12 @@ def created(path: Path) -> Iterator[int]:
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[int]:
     """Context with the descriptor of a file to read. Raises OSError where it is no regular file or a link."""
-    descriptor = os.open(path, _OLD)
+    try:
+        descriptor = os.open(path, _OLD)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise OSError(errno.ELOOP, "it is a symbolic link, and links are not followed", str(path)) from None
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))

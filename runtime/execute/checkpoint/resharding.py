@@ -82,7 +82,7 @@ class Checkpoint:
             except DamagedError as error:
                 problems.append(f"{self.path / name} is damaged: {error}")
             except OSError as error:
-                problems.append(f"{self.path / name} cannot be read: {error}")
+                problems.append(f"{self.path / name} cannot be read: {error.strerror or error}")
         return problems
 
     def verify(self, part: int = 0, parts: int = 1) -> list[str]:
@@ -146,7 +146,8 @@ class Checkpoint:
             ) from None
         except OSError as error:
             raise RuntimeFault(
-                f"checkpoint {path} cannot be read: tensor {name}: {error}; use another checkpoint"
+                f"checkpoint {path} cannot be read: tensor {name}: {error.strerror or error}; use another "
+                "checkpoint"
             ) from None
 
     def _block(self, name: str, shard: BlockEntry) -> StoredBlock:
@@ -179,7 +180,9 @@ class Checkpoint:
             self._compare(path, dict(blocks))
         except DamagedError as error:
             problems.append(f"{path} is damaged: {error}")
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
+            problems.append(f"{path} cannot be read: {error.strerror or error}")
+        except SafetensorError as error:
             problems.append(f"{path} cannot be read: {error}")
         return problems
 
