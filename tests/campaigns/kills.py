@@ -143,7 +143,9 @@ def find_target(trial: Trial, token: str, root: int, rng: random.Random) -> int 
     if trial.target in ("process", "launcher"):
         return root
     processes = job_processes(token)
-    proxies = {pid for pid, (command, _) in processes.items() if "hydra_pmi_proxy" in command}
+    named = {pid for pid, (command, _) in processes.items() if "hydra_pmi_proxy" in command}
+    # A child of a proxy has its command, too, until it executes its own.
+    proxies = {pid for pid in named if processes[pid][1] not in named}
     below = {pid for pid, (_, parent) in processes.items() if parent in proxies}
     kinds = {
         "proxy": proxies,
