@@ -25,7 +25,7 @@ _COMPUTED = re.compile(
     r"(?P<kind>[\w.]+)(?: by (?P<algorithm>\w+(?:\([^)]*\))?))?(?: @(?P<stage>[0-9]{1,9}))? "
     r"\{(?P<axes>[^}]*)\} -> (?P<results>.*)"
 )
-_DIGITS = re.compile(r"[0-9]{1,9}")
+_DIGITS = re.compile(r"0|[1-9][0-9]{0,8}")
 _MOST_AXES = 32  # of a mesh: NumPy's arrays have 64 dims at most
 
 
@@ -372,7 +372,7 @@ def parse_placed(text: str) -> tuple[tuple[str, int], ...]:
 
 
 def parse_number(text: str) -> int:
-    """A whole number from 0 up, of at most 9 digits. Raises ValueError."""
+    """A whole number from 0 up, of at most 9 digits, none of them a leading zero. Raises ValueError."""
     if not _DIGITS.fullmatch(text):
         raise ValueError(text)
     return int(text)

@@ -230,3 +230,10 @@ def test_what_would_be_written_otherwise_is_refused(part: bool, text: str) -> No
 
     with pytest.raises(ValueError, match=re.escape(text)):
         (Part if part else Read).parse(text)
+
+
+@pytest.mark.parametrize("text", ["accumulate {partial dp:00} -> [_]", "add {} -> [_] @01"])
+def test_a_number_with_a_leading_zero_is_refused(text: str) -> None:
+    assert str(Computed.parse(text.replace("0", "", 1))) == text.replace("0", "", 1)
+    with pytest.raises(ValueError, match=r"^0"):
+        Computed.parse(text)
