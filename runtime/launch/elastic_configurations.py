@@ -38,7 +38,8 @@ class ScriptProgram:
         batch_axis: axes of this mesh that split the batch.
         samples: of a micro-batch, which these axes split.
         searches: its strategy searches a plan for the cluster of the engine.
-        shared: fields of its strategy that need several ranks along `batch_axis` -> their values without.
+        shared: fields of its strategy that need several ranks which share the batch -> text of their values
+            where one rank has the whole batch.
     """
 
     mesh: Mapping[str, int]

@@ -302,3 +302,10 @@ def test_arguments_that_make_no_sense_are_refused(arguments: dict[str, Any], mes
     given = {"prompts": [[1, 2, 3]], "max_new_tokens": 2, **arguments}
     with pytest.raises(GraphError, match=message):
         engine.generate(**given)
+
+
+def test_a_model_of_numbers_that_are_no_tokens_is_refused() -> None:
+    engine = dg.Engine(nn.Linear(3, 2), nn.MeanSquaredError(), optim.SGD(lr=0.1))
+    engine.run((np.zeros((4, 3), "f4"), np.zeros((4, 2), "f4")))
+    with pytest.raises(GraphError, match="samples of f32 but generation gives it token numbers; use a model"):
+        engine.generate([[1]], 3)

@@ -109,7 +109,7 @@ def linked(folder: Path) -> str:
     path, _, _ = block(folder, "up.weight")
     path.rename(folder.parent / "elsewhere")
     path.symlink_to(folder.parent / "elsewhere")
-    return rf"{path.name} cannot be read: .*symbolic link"
+    return rf"{path.name} cannot be read: .*it is a symbolic link, and links are not followed"
 
 
 def pipe(folder: Path) -> str:
