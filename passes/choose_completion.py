@@ -26,7 +26,7 @@ from distgraph.passes.layout_local_search import BUDGET, refined
 from distgraph.passes.partition import RankProgram
 from distgraph.passes.pass_pipeline import pipeline, run_passes
 from distgraph.passes.pass_registry import PassContext, register_pass
-from distgraph.passes.propagate_shardings import POLICIES
+from distgraph.passes.propagate_shardings import POLICIES, Policy
 from distgraph.passes.redistribution.planner import Price, wire_price
 from distgraph.passes.split_tasks import Parts
 
@@ -74,7 +74,7 @@ def _searched(
     graph: Graph,
     default: ProcessMesh | None,
     first: Graph,
-    policies: Sequence[str],
+    policies: Sequence[Policy],
     price: Price,
     budget: float,
 ) -> Graph:
@@ -93,7 +93,7 @@ def _searched(
 
 
 def _cheapest(
-    graph: Graph, default: ProcessMesh | None, first: Graph, policies: Sequence[str]
+    graph: Graph, default: ProcessMesh | None, first: Graph, policies: Sequence[Policy]
 ) -> tuple[float, Graph]:
     """The cheapest of the completions under all policies as they are, after the bytes that a rank sends."""
     sends, best, work = sent(first), first, operations(first)

@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from distgraph.errors import ShardingError
+from distgraph.errors.arguments import checked_arguments
 from distgraph.ir.gc_pause import collector_paused
 from distgraph.ir.graph import SOURCES, Graph, Op
 from distgraph.ir.index_rule import OpLayout
@@ -34,7 +35,7 @@ from distgraph.passes.communication.defer_cross_mesh_sums import defer_cross_mes
 from distgraph.passes.communication.defer_partials import Partials, deferred_partials, passing_group
 from distgraph.passes.decompose import decompose
 from distgraph.passes.pass_registry import PassContext, register_pass
-from distgraph.passes.propagate_shardings import Shardings, op_layout, propagate, value_spec
+from distgraph.passes.propagate_shardings import Policy, Shardings, op_layout, propagate, value_spec
 from distgraph.passes.redistribution.source_layout import follow
 from distgraph.passes.serial.loops.flatten import flatten, has_loops
 from distgraph.passes.serial.loops.restore import restore
@@ -42,8 +43,9 @@ from distgraph.passes.serial.loops.restore import restore
 _ROUNDS = 4  # a decomposition may contain a fused op that must be decomposed in turn
 
 
+@checked_arguments(ShardingError)
 @collector_paused()
-def complete(graph: Graph, default: ProcessMesh | None = None, policy: str = "data") -> Graph:
+def complete(graph: Graph, default: ProcessMesh | None = None, policy: Policy = "data") -> Graph:
     """Give every value and op its layout.
 
     Args:

@@ -10,12 +10,12 @@ that optimise a program of one stage.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from distgraph.errors import GraphError, ShardingError
+from distgraph.errors.arguments import switch_of
 from distgraph.ir.graph import Graph
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.verifier import verify
@@ -217,7 +217,7 @@ def run_passes(
         ShardingError: what the passes raise.
     """
     context = context or PassContext()
-    verified = verified or os.environ.get(VARIABLE, "0") not in ("", "0")
+    verified = verified or switch_of(VARIABLE, GraphError)
     for each in find_passes(passes):
         before = program
         if verified and each.requires in GRAPH_STAGES:

@@ -22,6 +22,7 @@ import heapq
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 from distgraph.errors import ShardingError
 from distgraph.ir.graph import SOURCES, Graph, Op
@@ -32,9 +33,10 @@ from distgraph.ir.sharding_spec import Origin, ShardSpec
 
 Key = tuple[int, int, int, int, int]
 _STEPS_PER_ITEM = 64
+Policy = Literal["data", "parameters", "nearest", "last"]
 # policy -> class of seeds that are (inputs or activations; parameters, states or gradients)
 _SEED_CLASS = {"data": (0, 2), "parameters": (2, 0), "nearest": (0, 0), "last": (0, 2)}
-POLICIES = tuple(_SEED_CLASS)
+POLICIES: tuple[Policy, ...] = get_args(Policy)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 import distgraph.ops  # noqa: F401 - declares the kinds of ops
 from distgraph.errors import ResourceError
+from distgraph.errors.arguments import check_argument, checked_arguments, is_integer, shown
 from distgraph.ir.dtypes import NAMES
 from distgraph.ir.op_registry import REGISTRY
 from distgraph.plan.forecast_errors import ForecastErrors
@@ -445,8 +446,7 @@ class Cluster:
                 peak=dict(device.peak), measured=dict(device.measured),
             )  # fmt: skip
         for machine in self.machines:
-            for nic in machine.nics:
-                graph.add_node(nic, role="nic", machine=machine.index)
+            graph.add_nodes_from(machine.nics, role="nic", machine=machine.index)
         for switch in self.switches:
             graph.add_node(switch.node, role="switch", machine=switch.machine)
         for link in self.links:
@@ -456,9 +456,18 @@ class Cluster:
         return graph
 
     def machine_of(self, device: int) -> Machine:
-        """Machine that holds device number `device`."""
-        return self.machines[self.devices[device].machine]
+        """Machine that holds device number `device`. Raises ResourceError when there is no such device."""
+        return self.machines[self._device(device).machine]
 
+    def _device(self, number: int) -> Device:
+        if not is_integer(number) or not 0 <= number < len(self.devices):
+            raise ResourceError(
+                f"device {shown(number)} is not in cluster {self.name}, which has devices 0 to "
+                f"{len(self.devices) - 1}; use a smaller mesh or another resource file"
+            )
+        return self.devices[number]
+
+    @checked_arguments(ResourceError)
     def check_group(self, group: Iterable[int]) -> tuple[int, ...]:
         """The group as a tuple.
 
@@ -467,12 +476,7 @@ class Cluster:
         """
         members = tuple(group)
         for index in members:
-            if not 0 <= index < len(self.devices):
-                raise ResourceError(
-                    f"device {index} is not in cluster {self.name}, which has devices 0 to "
-                    f"{len(self.devices) - 1}; "
-                    "use a smaller mesh or another resource file"
-                )
+            self._device(index)
         if len(set(members)) != len(members):
             repeated = next(index for index in members if members.count(index) > 1)
             raise ResourceError(f"group {members}: device {repeated} appears twice; name each device once")
@@ -482,9 +486,10 @@ class Cluster:
         """Measured FLOP/s of the device if the file states it, else its peak.
 
         Raises:
-            ResourceError: the file states neither.
+            ResourceError: there is no such device, or the file states neither.
         """
-        hardware = self.devices[device]
+        hardware = self._device(device)
+        check_argument(f"cluster {self.name}", "dtype", dtype, str, ResourceError)
         rate = hardware.measured.get(dtype, hardware.peak.get(dtype))
         if rate is None:
             stated = ", ".join(sorted({*hardware.peak, *hardware.measured})) or "no dtype"

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from distgraph.errors import ResourceError
+from distgraph.errors.arguments import Count, checked_arguments
 from distgraph.resources.cluster import Cluster, Device, Link, Machine, MeasuredTable, Network, Switch
 from distgraph.resources.schema import InsideEntry, MachineEntry, MeasuredEntry, NetworkEntry, ResourceFile
 from distgraph.resources.topology import TreeLevel, Wire, Wiring, pcie_pairs, star, torus, tree
@@ -287,7 +288,8 @@ def _torus_members(machines: Sequence[Machine], shape: Sequence[int], block: Seq
     return members
 
 
-def with_torus_shape(cluster: Cluster, shape: Sequence[int]) -> Cluster:
+@checked_arguments(ResourceError)
+def with_torus_shape(cluster: Cluster, shape: Sequence[Count]) -> Cluster:
     """The first machines of a cluster, their devices wired as a torus of another shape.
 
     Numbers of links and rings stay those of their axes. Every machine holds a block of the torus, as nearly

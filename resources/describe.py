@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 
+from distgraph.errors import ResourceError
+from distgraph.errors.arguments import checked_arguments
 from distgraph.resources.cluster import RATED_DTYPES, Cluster, Device, Link, RingRate
 from distgraph.resources.compute_cost import ComputeCost
 from distgraph.resources.units import ORIGINS, Origin, format_bytes, format_si
 
 
+@checked_arguments(ResourceError)
 def describe(cluster: Cluster) -> str:
     """Machines, device meshes with their numbers, links by kind, and where the numbers come from.
 
@@ -44,6 +47,7 @@ def describe(cluster: Cluster) -> str:
     return "\n".join(lines)
 
 
+@checked_arguments(ResourceError)
 def summarize(cluster: Cluster) -> str:
     """One line: devices, what can be priced on all of them, and where the numbers come from.
 

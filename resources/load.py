@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from distgraph.errors import ResourceError
+from distgraph.errors.arguments import Count, check_argument, check_takes, checked_arguments
 from distgraph.resources.cluster import Cluster
 from distgraph.resources.cluster_builder import build_cluster
 from distgraph.resources.paddle_cluster_json import load_paddle
@@ -30,6 +31,7 @@ def shipped_clusters() -> tuple[str, ...]:
 _REGISTERED: dict[str, Callable[[], Cluster]] = {}
 
 
+@checked_arguments(ResourceError)
 def register_cluster(name: str, make: Callable[[], Cluster]) -> None:
     """Give a model of a cluster a name, under which `load_cluster` and the engine find it.
 
@@ -38,13 +40,17 @@ def register_cluster(name: str, make: Callable[[], Cluster]) -> None:
         make: makes the cluster, such as by `parse_cluster` from a text that it writes.
 
     Raises:
-        ResourceError: the name is taken.
+        ResourceError: the name is taken, or empty.
     """
+    if not name:
+        raise ResourceError("register_cluster: name is empty; give the cluster a name")
     if name in _REGISTERED or name in shipped_clusters():
         raise ResourceError(f"cluster {name}: there is one of this name; choose another")
+    check_takes("register_cluster", "make", make, 0, ResourceError)
     _REGISTERED[name] = make
 
 
+@checked_arguments(ResourceError)
 def load_cluster(name_or_path: str | os.PathLike[str]) -> Cluster:
     """A cluster from a name, shipped ("local") or registered, a YAML resource file, or Paddle's cluster JSON.
 
@@ -56,7 +62,9 @@ def load_cluster(name_or_path: str | os.PathLike[str]) -> Cluster:
     """
     text = os.fspath(name_or_path)
     if text in _REGISTERED:
-        return _REGISTERED[text]()
+        made = _REGISTERED[text]()
+        check_argument(f"cluster {text}", "what make returns", made, Cluster, ResourceError)
+        return made
     if text in shipped_clusters():
         return _load_yaml(
             Path(str(files("distgraph.resources") / "files" / f"{text}.yaml")), f"resources/files/{text}.yaml"
@@ -72,7 +80,8 @@ def load_cluster(name_or_path: str | os.PathLike[str]) -> Cluster:
     return _load_yaml(path, text)
 
 
-def local_cluster(ranks: int) -> Cluster:
+@checked_arguments(ResourceError)
+def local_cluster(ranks: Count) -> Cluster:
     """This machine with one CPU device per rank.
 
     The numbers come from the shipped file `local`, which describes one core per device. More ranks than cores
@@ -82,8 +91,6 @@ def local_cluster(ranks: int) -> Cluster:
     Raises:
         ResourceError: ranks is below 1.
     """
-    if ranks < 1:
-        raise ResourceError(f"a local cluster needs at least 1 rank, got {ranks}; ask for one or more")
     local = load_cluster("local")
     first, cores = local.devices[0], os.cpu_count() or 1
     share = min(1.0, cores / ranks)

@@ -18,6 +18,7 @@ from typing import Literal
 import numpy as np
 
 from distgraph.errors import InfeasibleError, ResourceError
+from distgraph.errors.arguments import Count, NonNegative, check_fields, checked_arguments
 from distgraph.resources.cluster import Cluster, Device
 from distgraph.resources.mapping_local_search import Problem, descend, distances, kernighan_lin
 from distgraph.resources.units import format_bytes, format_si
@@ -42,9 +43,12 @@ class Requirement:
     """
 
     type: str | None = None
-    memory: float = 0.0
-    flops: float = 0.0
+    memory: NonNegative = 0.0
+    flops: NonNegative = 0.0
     dtype: str = "f32"
+
+    def __post_init__(self) -> None:
+        check_fields(self, ResourceError)
 
     def __str__(self) -> str:
         parts = [f"a {self.type} device" if self.type else "a device"]
@@ -129,8 +133,9 @@ class RankMapping:
         return f"{show(self.cost)} {what} (identity {identity}, greedy {greedy}; refined from {self.start})"
 
 
+@checked_arguments(ResourceError)
 def map_ranks(
-    ranks: int,
+    ranks: Count,
     volume: Mapping[tuple[int, int], float],
     cluster: Cluster,
     requirements: Sequence[Requirement] | Requirement = Requirement(),

@@ -15,6 +15,7 @@ import numpy as np
 
 from distgraph import ops
 from distgraph.errors import GraphError
+from distgraph.errors.arguments import Size, check_argument
 from distgraph.ir.dtypes import is_float, promote, short
 from distgraph.ir.op_registry import REGISTRY
 from distgraph.ops.contraction import as_tensors, reshape_to
@@ -157,16 +158,26 @@ def moveaxis(x: Any, source: int | Sequence[int], destination: int | Sequence[in
     (tensor,) = as_tensors(x)
     sources = ops.reduction.dims_in_order(source, tensor.ndim)
     positions = ops.reduction.dims_in_order(destination, tensor.ndim)
+    if len(positions) != len(sources):
+        raise GraphError(f"moveaxis has {len(sources)} sources but {len(positions)} destinations")
     order = [d for d in range(tensor.ndim) if d not in sources]
     for position, dim in sorted(zip(positions, sources, strict=True)):
         order.insert(position, dim)
     return ops.transpose(tensor, order)
 
 
+Axes = int | Sequence[int]
+
+
 def tensordot(x: Any, y: Any, axes: int | Sequence[Sequence[int]] = 2) -> Tensor:
     """Contraction over pairs of dims."""
     left, right = as_tensors(x, y)
+    check_argument("tensordot", "axes", axes, Size | tuple[Axes, Axes])
     if isinstance(axes, int):
+        if axes > builtins.min(left.ndim, right.ndim):
+            raise GraphError(
+                f"axes of tensordot is {axes} but the tensors have {left.ndim} and {right.ndim} dims"
+            )
         pairs = list(zip(range(left.ndim - axes, left.ndim), range(axes), strict=True))
     else:
         firsts = ops.reduction.dims_in_order(axes[0], left.ndim)
@@ -206,7 +217,8 @@ def inner(x: Any, y: Any) -> Tensor:
 def unstack(x: Any, axis: int = 0) -> tuple[Tensor, ...]:
     """The slices along a dim."""
     (tensor,) = as_tensors(x)
-    return tuple(ops.squeeze(part, axis) for part in ops.split(tensor, tensor.shape[axis], axis))
+    (dim,) = ops.reduction.dims_of(axis, tensor.ndim)
+    return tuple(ops.squeeze(part, dim) for part in ops.split(tensor, tensor.shape[dim], dim))
 
 
 def broadcast_arrays(*arrays: Any) -> list[Tensor]:
@@ -222,7 +234,8 @@ def broadcast_arrays(*arrays: Any) -> list[Tensor]:
 def diff(x: Any, n: int = 1, axis: int = -1) -> Tensor:
     """Differences of neighbours along a dim, n times."""
     (tensor,) = as_tensors(x)
-    front = (slice(None),) * (axis % tensor.ndim)
+    check_argument("diff", "n", n, Size)
+    front = (slice(None),) * ops.reduction.dims_of(axis, tensor.ndim)[0]
     for _ in range(n):
         tensor = tensor[(*front, slice(1, None))] - tensor[(*front, slice(None, -1))]
     return tensor

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from distgraph.errors import GraphError
+from distgraph.errors.arguments import Size, check_argument, checked_arguments, shown
 from distgraph.ir.dtypes import short
 from distgraph.ir.graph import Graph
 from distgraph.tracing.tracer import Trace
 
 
+@checked_arguments()
 def trace(function: Callable[..., Any], *inputs: Any, name: str = "main", names: Sequence[str] = ()) -> Graph:
     """Graph of a function of tensors.
 
@@ -28,11 +31,17 @@ def trace(function: Callable[..., Any], *inputs: Any, name: str = "main", names:
         'f32[4, 5]'
     """
     builder = Trace(name)
+    if len(names) > len(inputs):
+        raise GraphError(
+            f"trace has {len(names)} names but {len(inputs)} inputs; give each input at most one"
+        )
     labels = list(names) + [f"x{i}" for i in range(len(names), len(inputs))]
+    if repeated := sorted({label for label in labels if labels.count(label) > 1}):
+        raise GraphError(f"trace has several inputs named {repeated[0]!r}; give each another name")
     with builder.activate():
         tensors = []
         for label, argument in zip(labels, inputs, strict=True):
-            shape, dtype = argument if isinstance(argument, tuple) else (argument.shape, argument.dtype)
+            shape, dtype = _type_of(label, argument)
             tensors.append(builder.source("input", label, shape, short(dtype)))
         returned = function(*tensors)
     if isinstance(returned, Mapping):
@@ -42,3 +51,16 @@ def trace(function: Callable[..., Any], *inputs: Any, name: str = "main", names:
     else:
         outputs = {"y": returned}
     return builder.finish(outputs)
+
+
+def _type_of(label: str, argument: Any) -> tuple[tuple[int, ...], Any]:
+    """Shape and dtype of an input. Raises GraphError where it has none."""
+    given = argument if isinstance(argument, tuple) else ()
+    shape = getattr(argument, "shape", given[0] if len(given) == 2 else None)
+    if shape is None or (not given and not hasattr(argument, "dtype")):
+        raise GraphError(
+            f"input {label!r} of trace is {shown(argument)} but must be an array, or a pair such as "
+            '((4, 3), "f32")'
+        )
+    check_argument("trace", f"shape of input {label!r}", shape, Sequence[Size])
+    return tuple(int(n) for n in shape), given[1] if given else argument.dtype

@@ -37,7 +37,7 @@ from distgraph.engine.commands.overrides import giving
 from distgraph.engine.commands.plan_search import SearchOptions
 from distgraph.engine.commands.script_plans import plan_script
 from distgraph.errors import GraphError
-from distgraph.plan.constraints import SearchConstraints
+from distgraph.plan.constraints import SEARCHED, SearchConstraints
 from distgraph.plan.plan import Plan
 from distgraph.plan.strategy import MODES
 from distgraph.resources.runtimes.load_runtime import load_runtime
@@ -52,7 +52,9 @@ def plan(
     runtime: Annotated[str, RUNTIME] = "",
     output: Annotated[str, typer.Option("-o", "--output", help="Write the plan to this file.")] = "",
     mode: Annotated[str, typer.Option("--mode", help=f"One of {', '.join(MODES)}.")] = "auto",
-    seconds: Annotated[float, typer.Option("--seconds", help="Time limit of the search.")] = 60.0,
+    seconds: Annotated[
+        float | None, typer.Option("--seconds", help="Time limit of the search; 60 by default.")
+    ] = None,
     micro_batches: Annotated[int | None, MICRO_BATCHES] = None,
     schedule: Annotated[str | None, SCHEDULE] = None,
     stages: Annotated[int | None, STAGES] = None,
@@ -90,9 +92,13 @@ def plan(
         memory=memory,
         devices=devices,
     )
+    if seconds is not None and mode not in SEARCHED and not constraints.chooses:
+        raise GraphError(
+            f"plan: --seconds is {seconds:g} but mode {mode!r} searches nothing; leave it out, or use another"
+        )
     options = SearchOptions(
         mode=mode,
-        seconds=seconds,
+        seconds=60.0 if seconds is None else seconds,
         runtime=load_runtime(runtime) if runtime else None,
         constraints=constraints,
         start=Plan.load(start) if start else None,

@@ -47,10 +47,10 @@ def run(
     strategy: Annotated[str, STRATEGY] = "",
     hosts: Annotated[str, HOSTS] = "",
     hostfile: Annotated[str, HOSTFILE] = "",
-    launcher: Annotated[str, LAUNCHER] = "mpiexec",
+    launcher: Annotated[str | None, LAUNCHER] = None,
     elastic: Annotated[bool, ELASTIC] = False,
-    restarts: Annotated[int, RESTARTS] = 3,
-    search_seconds: Annotated[float, SEARCH_SECONDS] = 60.0,
+    restarts: Annotated[int | None, RESTARTS] = None,
+    search_seconds: Annotated[float | None, SEARCH_SECONDS] = None,
 ) -> None:
     """Run a script on N MPI ranks of this machine, or of the hosts that are named.
 
@@ -75,16 +75,24 @@ def run(
     if fields := strategy_text(precision, strategy):
         env[STRATEGY_VARIABLE] = fields
     argv = [script, *left]
+    listed = given_hosts("run", hosts, hostfile)
+    if launcher is not None and not listed:
+        raise GraphError(
+            f"run: --launcher is {launcher} but no hosts are given; leave it out, or give --hosts"
+        )
+    launcher = launcher or "mpiexec"
     if elastic:
-        listed, options = given_hosts("run", hosts, hostfile), (restarts, search_seconds, launcher)
-        raise typer.Exit(_run_elastic(argv, ranks, plans, listed, hostfile, options, env))
+        options = (3 if restarts is None else restarts, 60.0 if search_seconds is None else search_seconds)
+        raise typer.Exit(_run_elastic(argv, ranks, plans, listed, hostfile, (*options, launcher), env))
+    if restarts is not None or search_seconds is not None:
+        name = "--restarts" if restarts is not None else "--search-seconds"
+        raise GraphError(f"run: {name} is given without --elastic; leave it out, or add --elastic")
     if len(plans) > 1:
         raise GraphError(f"run: plans {plans[0]} and {plans[1]} are for one job; give one, or --elastic")
     count, made = 1 if ranks is None else ranks, None
     if plans:
         made, count = _load_plan(plans[0], ranks)
         env[PLAN_VARIABLE] = str(Path(plans[0]).resolve())
-    listed = given_hosts("run", hosts, hostfile)
     if not listed:
         raise typer.Exit(launch(count, argv, env=env))
     from distgraph.runtime.launch.launch_hosts import launch_on_hosts  # noqa: PLC0415 (only for several hosts)

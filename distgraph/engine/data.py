@@ -17,7 +17,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from distgraph.errors import GraphError, RuntimeFault
-from distgraph.ir.dtypes import check_count, short, to_numpy
+from distgraph.errors.arguments import array_of, check_count
+from distgraph.ir.dtypes import short, to_numpy
 from distgraph.kernels.random import random_key
 
 POSITION = "batch."
@@ -155,10 +156,12 @@ def _check_dtype(name: str, array: Any) -> str:
 def _fields(loaded: Any) -> Fields:
     """The result of a map-style data set for several rows, as arrays by field name."""
     if isinstance(loaded, Mapping):
-        return {name: np.asarray(a) for name, a in loaded.items()}
-    if isinstance(loaded, (tuple, list)):
-        return {f"{POSITION}{i}": np.asarray(a) for i, a in enumerate(loaded)}
-    return {f"{POSITION}0": np.asarray(loaded)}
+        named = dict(loaded)
+    elif isinstance(loaded, (tuple, list)):
+        named = {f"{POSITION}{i}": a for i, a in enumerate(loaded)}
+    else:
+        named = {f"{POSITION}0": loaded}
+    return {name: array_of(f"data field {name}", a, RuntimeFault) for name, a in named.items()}
 
 
 def _stack(samples: Sequence[Fields], rows: np.ndarray) -> Fields:

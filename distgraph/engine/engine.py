@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from distgraph.engine.callbacks import Callback, ProgressBar
-from distgraph.engine.callbacks.callback_checks import check_callbacks
 from distgraph.engine.callbacks.callback_events import watching
 from distgraph.engine.checkpoints.checkpoint_retention import Checkpoints
 from distgraph.engine.checkpoints.elastic_fit import ElasticFit
@@ -33,9 +32,9 @@ from distgraph.engine.history import History, Means
 from distgraph.engine.nonfinite import NonFiniteSteps, skipped_steps
 from distgraph.engine.parameter_store import Memory, assign_tensors, gather_tensors
 from distgraph.engine.session import Session
-from distgraph.engine.validation import check_parts, check_training
+from distgraph.engine.validation import check_micro_batches, check_parts
 from distgraph.errors import RuntimeFault
-from distgraph.ir.dtypes import is_integer
+from distgraph.errors.arguments import Count, Size, checked_arguments
 from distgraph.kernels.random import random_key
 from distgraph.optim import Optimizer
 from distgraph.plan.plan import Plan
@@ -133,11 +132,12 @@ class Engine:
         self._session.program(mode, batch)
         return self.plan
 
+    @checked_arguments(RuntimeFault)
     def fit(
         self,
         train: Any,
-        epochs: int = 1,
-        batch_size: int = 32,
+        epochs: Size = 1,
+        batch_size: Count = 32,
         valid_data: Any = None,
         callbacks: Sequence[Callback] = (),
         *,
@@ -171,10 +171,9 @@ class Engine:
                 all steps of an epoch are, under "skip".
         """
         enter("engine.fit()")
-        if self._session.plan is not None and is_integer(batch_size):
+        if self._session.plan is not None:
             check_batch(self._session.plan, batch_size)
-        check_training(epochs, batch_size, self.training_spec.strategy.start.micro_batches)
-        check_callbacks(callbacks)
+        check_micro_batches(batch_size, self.training_spec.strategy.start.micro_batches)
         source = as_source(train)
         elastic = self._elastic = ElasticFit(self)
         watchers = [elastic, *callbacks, *([ProgressBar()] if progress else []), elastic.end_of_step]
@@ -220,7 +219,8 @@ class Engine:
             self._session.verify_replicas(self.step)
         return logs
 
-    def evaluate(self, data: Any, batch_size: int | None = None) -> dict[str, float]:
+    @checked_arguments(RuntimeFault)
+    def evaluate(self, data: Any, batch_size: Count | None = None) -> dict[str, float]:
         """Loss and metrics over a data set: the exact mean over its samples.
 
         Args:
@@ -236,7 +236,8 @@ class Engine:
             means.add(self._session.numbers(compiled, batch, self._scalars()), len(batch))
         return means.result()
 
-    def predict(self, x: Any, batch_size: int | None = None) -> Any:
+    @checked_arguments(RuntimeFault)
+    def predict(self, x: Any, batch_size: Count | None = None) -> Any:
         """Outputs of the model as whole arrays, on every process.
 
         Args:
@@ -292,19 +293,21 @@ class Engine:
         limits = Limits(max_new_tokens, length, keep, end_token)
         return generate(self._session, prompts, limits, Sampling(temperature, top_k, top_p), seed)
 
+    @checked_arguments(RuntimeFault)
     def dataloader(
         self,
         data: Any,
-        batch_size: int = 32,
+        batch_size: Count = 32,
         *,
         shuffle: bool = True,
         drop_last: bool = False,
-        epoch: int | None = None,
+        epoch: Size | None = None,
     ) -> DataLoader:
         """Batches of one epoch, for `run`; nothing is loaded until a rank needs it."""
         epoch = self.epoch if epoch is None else epoch
         return DataLoader(as_source(data), batch_size, shuffle, drop_last, self.seed, epoch)
 
+    @checked_arguments(RuntimeFault)
     def save(self, path: str | Path, *, asynchronous: bool = False) -> None:
         """Write a checkpoint: parameters, states, and where training stands. Collective: every process calls
         it. Ctrl-C takes effect when it is written, a second one at once.
@@ -332,6 +335,7 @@ class Engine:
             self._loaded = self._loaded.after_saving(path)
             self.memory.reader = self._loaded.reader
 
+    @checked_arguments(RuntimeFault)
     def load(self, path: str | Path, *, states: bool = True) -> None:
         """Take parameters, states and the place in training from a checkpoint, written under any mesh.
 
@@ -365,6 +369,7 @@ class Engine:
         enter("engine.parameters()")
         return gather_tensors(self._session.ranks(), self.memory, self._session.expected())
 
+    @checked_arguments(RuntimeFault)
     def assign(self, arrays: Mapping[str, Any]) -> None:
         """Set parameters and buffers of these names to whole arrays; optimiser states stay. Collective.
 
@@ -391,6 +396,7 @@ class Engine:
         portable = functools.partial(extract_plan, compiled.request, build, mapping, self.cluster)
         return PlanView(build, compiled.mode, mapping, portable, self.training_spec.strategy)
 
+    @checked_arguments(RuntimeFault)
     def forecast(
         self,
         cluster: Cluster | str | Path | None = None,

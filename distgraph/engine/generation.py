@@ -8,7 +8,7 @@ tokens of a sequence are those that it would get alone.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -18,7 +18,8 @@ from distgraph.engine.data import POSITION, Batch, whole
 from distgraph.engine.executable import Compiled
 from distgraph.engine.session import Session
 from distgraph.errors import GraphError
-from distgraph.ir.dtypes import is_integer, to_numpy
+from distgraph.errors.arguments import Bounds, Count, NonNegative, check_argument, check_fields, is_integer
+from distgraph.ir.dtypes import to_numpy
 
 CHUNK = 64
 """Positions of a prompt that are computed at once: enough rows for products at nearly their full rate, and
@@ -38,17 +39,12 @@ class Sampling:
         GraphError: a number is out of range, or given without a temperature.
     """
 
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float | None = None
+    temperature: NonNegative = 0.0
+    top_k: Count | None = None
+    top_p: Annotated[float, Bounds(above=0, most=1)] | None = None
 
     def __post_init__(self) -> None:
-        if not (_is_number(self.temperature) and self.temperature >= 0):
-            raise GraphError(f"temperature is {self.temperature!r} but must be a number from 0 up")
-        if self.top_k is not None and not (is_integer(self.top_k) and self.top_k >= 1):
-            raise GraphError(f"top_k is {self.top_k!r} but must be a whole number from 1 up")
-        if self.top_p is not None and not (_is_number(self.top_p) and 0 < self.top_p <= 1):
-            raise GraphError(f"top_p is {self.top_p!r} but must be a number above 0 and at most 1")
+        check_fields(self)
         if not self.temperature and (self.top_k, self.top_p) != (None, None):
             raise GraphError(
                 "top_k or top_p is given but temperature is 0, which always chooses the most probable token; "
@@ -83,18 +79,13 @@ class Limits:
         GraphError: a number is out of range.
     """
 
-    max_new_tokens: int
-    length: int | None = None
-    keep: int | None = None
+    max_new_tokens: Annotated[int, Bounds(least=1, most=2**31)]
+    length: Count | None = None
+    keep: Count | None = None
     end_token: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "length", "keep"):
-            value = getattr(self, name)
-            if not (is_integer(value) and value >= 1) and (value is not None or name == "max_new_tokens"):
-                raise GraphError(f"{name} is {value!r} but must be a whole number from 1 up")
-        if self.end_token is not None and not is_integer(self.end_token):
-            raise GraphError(f"end_token is {self.end_token!r} but must be the number of a token")
+        check_fields(self)
 
     def check(self, needed: int, positions: int) -> None:
         """Raises GraphError where a sequence takes more positions than the model has."""
@@ -123,8 +114,7 @@ def generate(
             f"model takes ({', '.join(model)}) but generation gives it tokens alone; wrap it in a model of "
             f"one argument"
         )
-    if not is_integer(seed) or seed < 0:
-        raise GraphError(f"seed is {seed!r} but must be a whole number from 0 up")
+    check_argument("generate", "seed", seed, Annotated[int, Bounds(least=0)])
     rows = _prompts(prompts)
     lengths = np.array([len(row) for row in rows])
     ends = lengths + limits.max_new_tokens

@@ -18,6 +18,7 @@ from distgraph.nn import Module
 from distgraph.plan.strategy import Strategy
 from distgraph.runtime.execute.finite_check import all_finite
 from distgraph.runtime.execute.process_group import is_chief
+from distgraph.tracing.tracer import user_stack_level
 
 NonfiniteCounts = Mapping[int, Mapping[str, tuple[int, int]]]
 """Rank -> name -> (values that are not finite, values in the rank's block)."""
@@ -144,7 +145,7 @@ def warn_step(problem: str) -> None:
         warnings.warn(
             f'{problem}; Strategy(nonfinite="warn") trains on with it, and does not say so again',
             RuntimeWarning,
-            stacklevel=4,
+            stacklevel=user_stack_level(),
         )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from distgraph.errors import GraphError, RuntimeFault
+from distgraph.errors.arguments import array_of
 from distgraph.ir.dtypes import to_numpy
 from distgraph.ir.graph import Graph
 from distgraph.ir.sharding_spec import DistAttr, ShardSpec
@@ -216,7 +217,7 @@ def assign_tensors(world: World, memory: Memory, names: Iterable[str], arrays: M
                 f"engine has no parameter or buffer {name!r} to assign; it has {', '.join(stored[:5])}"
                 f"{', ...' if len(stored) > 5 else ''}"
             )
-        array, record = np.asarray(given), memory.records[name]
+        array, record = array_of(name, given), memory.records[name]
         if array.shape != record.shape:
             raise GraphError(f"{name} has shape {record.shape} but is given an array of {array.shape}")
         if not np.can_cast(array.dtype, to_numpy(record.dtype), "same_kind"):

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from distgraph.errors import GraphError, ResourceError, RuntimeFault
-from distgraph.ir.dtypes import check_count, is_integer
+from distgraph.errors import GraphError, ResourceError
+from distgraph.errors.arguments import is_integer, shown
 from distgraph.nn import Module
 from distgraph.optim import Optimizer
 from distgraph.plan.plan import Plan
@@ -56,15 +56,8 @@ def check_parts(
         raise GraphError(f"seed is {shown(seed)} but must be an integer")
 
 
-def check_training(epochs: Any, batch_size: Any, micro_batches: int) -> None:
-    """Check the arguments of `fit`.
-
-    Raises:
-        GraphError: the batch size is no multiple of the number of micro-batches.
-        RuntimeFault: a number is out of range.
-    """
-    check_count("epochs", epochs, RuntimeFault, 0)
-    check_count("batch_size", batch_size, RuntimeFault)
+def check_micro_batches(batch_size: int, micro_batches: int) -> None:
+    """Raises GraphError where a batch size is no multiple of the number of micro-batches."""
     if batch_size % micro_batches:
         raise GraphError(
             f"batch_size is {batch_size} but micro_batches of the strategy is {micro_batches}; make one a "
@@ -138,12 +131,3 @@ def _check_function(subject: str, function: Any, example: str) -> None:
         )
     if not callable(function):
         raise GraphError(f"{subject} is {shown(function)} but must be a function or module, {example}")
-
-
-def shown(argument: Any) -> str:
-    """A wrong argument in words, for an error."""
-    if isinstance(argument, type):
-        return f"the class {argument.__name__}"
-    if argument is None or isinstance(argument, (str, int, float)):
-        return repr(argument)
-    return f"a {type(argument).__name__}"

@@ -7,7 +7,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from distgraph.errors import DistGraphError, GraphError
+from distgraph.errors import GraphError
 
 _NUMPY: dict[str, np.dtype[Any]] = {
     "f64": np.dtype(np.float64),
@@ -47,6 +47,8 @@ def short(dtype: Any) -> str:
     if isinstance(dtype, str) and dtype in _NUMPY:
         return dtype
     try:
+        if dtype is None:  # NumPy's default would be f64
+            raise TypeError
         return _SHORT[np.dtype(dtype)]
     except (KeyError, TypeError):
         raise GraphError(f"dtype {dtype!r} is not supported; use one of {', '.join(NAMES)}") from None
@@ -89,14 +91,3 @@ def is_normal(number: float, name: str) -> bool:
     """
     limits: Any = ml_dtypes.finfo(to_numpy(name))  # type: ignore[no-untyped-call]
     return number == 0 or bool(float(limits.smallest_normal) <= abs(number) <= float(limits.max))
-
-
-def is_integer(number: object) -> bool:
-    """Whether an object is a whole number of Python or NumPy, and no bool."""
-    return isinstance(number, (int, np.integer)) and not isinstance(number, bool)
-
-
-def check_count(subject: str, number: Any, error: type[DistGraphError], least: int = 1) -> None:
-    """Raise an error where a number is no whole number, or below the least."""
-    if not is_integer(number) or number < least:
-        raise error(f"{subject} is {number!r} but must be a number from {least} up")

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from distgraph.errors import ShardingError
-from distgraph.ir.dtypes import is_integer
+from distgraph.errors.arguments import Count, Size, check_argument, checked_arguments, is_integer
 
 _WORD = re.compile(r"\w+")  # an identifier may also have marks, which no text form reads back
+_MOST_RANKS = 2**31
 
 
 class ProcessMesh:
@@ -68,6 +69,9 @@ class ProcessMesh:
         device_type: str | Sequence[str] | Mapping[int, str] | None = None,
         memory: float | str | None = None,
     ) -> None:
+        check_argument("ProcessMesh", "axes", axes, str | Sequence[str], ShardingError)
+        check_argument("ProcessMesh", "weights", weights, Mapping[str, Sequence[int]] | None, ShardingError)
+        check_argument("ProcessMesh", "memory", memory, float | str | None, ShardingError)
         array = _rank_array(ranks)
         names = (axes,) if isinstance(axes, str) else tuple(axes)
         if array.ndim != len(names):
@@ -92,11 +96,14 @@ class ProcessMesh:
         self._hash = hash((names, self.shape, array.tobytes(), tuple(self.weights.items())))
 
     @classmethod
-    def grid(cls, start: int = 0, /, **sizes: int) -> ProcessMesh:
+    @checked_arguments(ShardingError)
+    def grid(cls, start: Size = 0, /, **sizes: int) -> ProcessMesh:
         """Consecutive ranks from `start`, axes in keyword order: `ProcessMesh.grid(dp=2, tp=4)`."""
         shape = tuple(sizes.values())
         if not shape or not all(is_integer(n) and n > 0 for n in shape):
             raise ShardingError(f"mesh sizes {sizes} must be numbers from 1 up, such as dp=2, tp=4")
+        if start + math.prod(shape) > _MOST_RANKS:
+            raise ShardingError(f"mesh sizes {sizes} give ranks beyond {_MOST_RANKS}; make them smaller")
         return cls(np.arange(start, start + math.prod(shape)).reshape(shape), tuple(sizes))
 
     @property
@@ -126,7 +133,7 @@ class ProcessMesh:
         """Ranks along one axis. Raises ShardingError for an unknown axis."""
         try:
             return self.sizes[axis]
-        except KeyError:
+        except (KeyError, TypeError):
             raise ShardingError(f"axis {axis!r} is not in {self}; it has {', '.join(self.axes)}") from None
 
     def count(self, axes: Iterable[str]) -> int:
@@ -181,7 +188,7 @@ class ProcessMesh:
         """Position of a rank, one number an axis. Raises ShardingError when it is not in the mesh."""
         try:
             return self._coordinates[rank]
-        except KeyError:
+        except (KeyError, TypeError):
             raise ShardingError(
                 f"rank {rank} is not in {self}, whose ranks are {list(self.members)}"
             ) from None
@@ -223,11 +230,14 @@ class ProcessMesh:
         Raises:
             ShardingError: the sizes do not fit.
         """
+        for axis, size in sizes.items():
+            check_argument("reshape", axis, size, Count, ShardingError)
         if math.prod(sizes.values()) != self.size:
             raise ShardingError(f"{self} has {self.size} ranks but {sizes} needs {math.prod(sizes.values())}")
         return self._derived(self.ranks.reshape(tuple(sizes.values())), tuple(sizes))
 
-    def repeated(self, count: int) -> ProcessMesh:
+    @checked_arguments(ShardingError)
+    def repeated(self, count: Count) -> ProcessMesh:
         """This mesh `count` times, one behind the other along a new first axis.
 
         The axis is called dp, or repeat where there is one of that name.
@@ -252,8 +262,11 @@ class ProcessMesh:
 
     def weighted(self, **weights: Sequence[int]) -> ProcessMesh:
         """Same ranks and axes, other weights: `mesh.weighted(dp=(3, 1))`; see `ProcessMesh`."""
+        for axis, parts in weights.items():
+            check_argument("weighted", axis, parts, Sequence[Count], ShardingError)
         return self._derived(self.ranks, self.axes, weights)
 
+    @checked_arguments(ShardingError)
     def requiring(
         self,
         device_type: str | Sequence[str] | Mapping[int, str] | None = None,
@@ -322,10 +335,12 @@ class ProcessMesh:
         """The ranks without their order."""
         return frozenset(self.members)
 
+    @checked_arguments(ShardingError)
     def contains(self, other: ProcessMesh) -> bool:
         """True when every rank of `other` is in this mesh."""
         return other.rank_set <= self.rank_set
 
+    @checked_arguments(ShardingError)
     def reordered(self, axes: Sequence[str], order: Sequence[int]) -> ProcessMesh:
         """The same ranks and axes: position p along `axes` (major first) gets the ranks of `order[p]`.
 

@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from distgraph.errors import ShardingError
+from distgraph.errors.arguments import check_argument, checked_arguments
 from distgraph.ir.mesh import ProcessMesh, is_axis_name
 
 REDUCTIONS = ("sum", "max", "min", "prod")
@@ -55,6 +56,8 @@ class ShardSpec:
         Raises:
             ShardingError: an axis repeats, or what is given is no list of axes.
         """
+        check_argument("ShardSpec", "partial", partial, Mapping[str, str] | None, ShardingError)
+        check_argument("ShardSpec", "where", where, str, ShardingError)
         who = f"{where}: " if where else ""
         entries: object = dims
         if isinstance(entries, str) or not isinstance(entries, Sequence):
@@ -78,6 +81,7 @@ class ShardSpec:
         return _replicated(ndim)
 
     @classmethod
+    @checked_arguments(ShardingError)
     def parse(cls, text: str) -> ShardSpec:
         """Inverse of `str`. Raises ShardingError on malformed text."""
         match = re.fullmatch(r"\s*\[([^\]]*)\](?:\s+partial\(([^)]*)\))?\s*", text)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from distgraph.errors import RuntimeFault
+from distgraph.errors import OperandFault
 from distgraph.kernels._common import Array, Namespace, computed_in_f32, empty, outputs, rows, store
 from distgraph.kernels._jit import jit, pays
 from distgraph.kernels._math import exp32
@@ -25,7 +25,7 @@ def _check_labels(xp: Namespace, kernel: str, labels: Array, classes: int) -> No
     low, high = int(labels.min()), int(labels.max())
     if low < 0 or high >= classes:
         wrong = low if low < 0 else high
-        raise RuntimeFault(
+        raise OperandFault(
             f"{kernel}: label {wrong} is outside the {classes} classes 0..{classes - 1}; check the data"
         )
 
@@ -209,7 +209,7 @@ def cross_entropy(
         loss [...], lse [...].
 
     Raises:
-        RuntimeFault: a label outside [0, classes) (on NumPy; on CuPy it counts as elsewhere).
+        OperandFault: a label outside [0, classes) (on NumPy; on CuPy it counts as elsewhere).
     """
     size = logits.shape[-1]
     _check_labels(xp, "cross_entropy", labels, offset + size if classes is None else classes)

@@ -8,6 +8,7 @@ import numpy as np
 
 from distgraph import ops
 from distgraph.errors import GraphError
+from distgraph.errors.arguments import Count, Positive, Rate, Size, checked_arguments
 from distgraph.ir.dtypes import to_numpy
 from distgraph.models.megatron_layout import Placed, Stack
 from distgraph.nn import Dropout, Embedding, Linear, Module, Parameter
@@ -18,6 +19,7 @@ from distgraph.tracing.tensor import Tensor
 NORMAL: Init = ("normal", 0.02)
 
 
+@checked_arguments()
 class CausalAttention(Placed):
     """Attention of a sequence to itself, each position to those before it.
 
@@ -35,15 +37,15 @@ class CausalAttention(Placed):
 
     def __init__(
         self,
-        width: int,
-        heads: int,
-        key_heads: int | None = None,
+        width: Count,
+        heads: Count,
+        key_heads: Count | None = None,
         *,
         packed: bool = False,
         fused: bool = True,
         bias: bool = True,
-        dropout: float = 0.0,
-        rotary: float | None = None,
+        dropout: Rate = 0.0,
+        rotary: Positive | None = None,
         dtype: str = "f32",
     ) -> None:
         groups = heads if key_heads is None else key_heads
@@ -139,7 +141,7 @@ def rotate(x: Tensor, base: float) -> Tensor:
 class FeedForward(Placed):
     """down(gelu(up(x))). Parameters: up, down, each a Linear."""
 
-    def __init__(self, width: int, inner: int, dropout: float = 0.0, dtype: str = "f32") -> None:
+    def __init__(self, width: int, inner: int, dropout: Rate = 0.0, dtype: str = "f32") -> None:
         self.up = Linear(width, inner, True, NORMAL, dtype)
         self.down = Linear(inner, width, True, NORMAL, dtype)
         self.dropout = Dropout(dropout)
@@ -150,6 +152,7 @@ class FeedForward(Placed):
         return y
 
 
+@checked_arguments()
 class Block(Placed):
     """x + attn(norm1(x)), then x + mlp(norm2(x)); any norms, attention and feed-forward part."""
 
@@ -163,6 +166,7 @@ class Block(Placed):
         return y
 
 
+@checked_arguments()
 class Decoder(Stack):
     """Token numbers -> logits of the next token.
 
@@ -180,12 +184,12 @@ class Decoder(Stack):
         blocks: list[Block],
         norm: Module,
         *,
-        vocabulary: int,
-        width: int,
-        positions: int = 0,
+        vocabulary: Count,
+        width: Count,
+        positions: Size = 0,
         tied: bool = False,
         head_bias: bool = False,
-        dropout: float = 0.0,
+        dropout: Rate = 0.0,
         dtype: str = "f32",
     ) -> None:
         self.tokens = Embedding(vocabulary, width, NORMAL, dtype)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from distgraph.errors.arguments import Count, Rate, check_fields, checked_arguments
 from distgraph.models.decoder import Block, CausalAttention, Decoder, FeedForward
 from distgraph.nn import LayerNorm, Module
 
@@ -27,18 +28,21 @@ class GPTConfig:
         dtype: of parameters and computation.
     """
 
-    hidden: int
-    layers: int
-    heads: int
-    vocabulary: int = 51200
-    sequence: int = 1024
-    mlp_factor: int = 4
+    hidden: Count
+    layers: Count
+    heads: Count
+    vocabulary: Count = 51200
+    sequence: Count = 1024
+    mlp_factor: Count = 4
     tied: bool = False
     head_bias: bool = False
     packed: bool = False
     fused: bool = True
-    dropout: float = 0.0
+    dropout: Rate = 0.0
     dtype: str = "f32"
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 _ALPA = {"tied": False, "head_bias": True, "packed": True, "fused": False, "dtype": "f16"}
@@ -87,6 +91,7 @@ def decoder_parts(c: GPTConfig, mlps: Sequence[Module]) -> dict[str, Any]:
     return {"blocks": blocks, **sizes, **head, "dropout": c.dropout, "dtype": c.dtype}
 
 
+@checked_arguments()
 class GPT(Decoder):
     """A decoder over tokens.
 

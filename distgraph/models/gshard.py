@@ -7,6 +7,7 @@ from typing import Any
 
 from distgraph import ops
 from distgraph.errors import GraphError
+from distgraph.errors.arguments import Count, NonNegative, Positive, checked_arguments
 from distgraph.models.decoder import Decoder
 from distgraph.models.gpt import GPTConfig, decoder_parts, feed_forward
 from distgraph.models.megatron_layout import Placed
@@ -29,15 +30,15 @@ class MoEConfig(GPTConfig):
     The other fields are those of `GPTConfig`.
     """
 
-    experts: int
-    heads: int = 16
-    vocabulary: int = 32000
-    mlp_factor: int = 8
-    group: int = 2048
-    capacity_factor: float = 1.0
-    auxiliary: float = 0.01
+    experts: Count
+    heads: Count = 16
+    vocabulary: Count = 32000
+    mlp_factor: Count = 8
+    group: Count = 2048
+    capacity_factor: Positive = 1.0
+    auxiliary: NonNegative = 0.01
     expert_bias: bool = False
-    top_k: int = 2
+    top_k: Count = 2
 
 
 _ALPA: dict[str, Any] = {
@@ -103,6 +104,7 @@ class GroupedExperts(Placed, MoE):
         return y
 
 
+@checked_arguments()
 class GShardMoE(Decoder):
     """A decoder over tokens with experts in every second block.
 

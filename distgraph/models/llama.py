@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distgraph import ops
+from distgraph.errors.arguments import Count, Positive, Rate, check_fields, checked_arguments
 from distgraph.models.decoder import NORMAL, Block, CausalAttention, Decoder
 from distgraph.models.megatron_layout import Placed
 from distgraph.nn import Linear, RMSNorm
@@ -27,19 +28,22 @@ class LlamaConfig:
         tied, packed, fused, dropout, dtype: as in `GPTConfig`.
     """
 
-    hidden: int
-    inner: int
-    layers: int
-    heads: int
-    key_heads: int
-    vocabulary: int = 128256
-    sequence: int = 8192
-    rotary: float = 500_000.0
+    hidden: Count
+    inner: Count
+    layers: Count
+    heads: Count
+    key_heads: Count
+    vocabulary: Count = 128256
+    sequence: Count = 8192
+    rotary: Positive = 500_000.0
     tied: bool = False
     packed: bool = False
     fused: bool = True
-    dropout: float = 0.0
+    dropout: Rate = 0.0
     dtype: str = "f32"
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 LLAMA_PRESETS: dict[str, LlamaConfig] = {
@@ -64,6 +68,7 @@ class SwiGLU(Placed):
         return y
 
 
+@checked_arguments()
 class Llama(Decoder):
     """A decoder over tokens.
 

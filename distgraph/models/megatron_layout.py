@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from distgraph.errors import GraphError, ShardingError
+from distgraph.errors.arguments import check_fields, checked_arguments
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.nn import Module, Parameter
 from distgraph.tracing.annotations import on, reshard, shard_op, shard_tensor
@@ -70,6 +71,9 @@ class Layout:
     ep: str = "dp"
     sequence: bool = False
     context_parallel: str = "gather"
+
+    def __post_init__(self) -> None:
+        check_fields(self, ShardingError)
 
     def axes(self, role: str | None) -> tuple[str, ...]:
         """The axes of a role that the mesh has."""
@@ -167,13 +171,20 @@ class Stack(Placed):
     presets: ClassVar[Mapping[str, Any]] = {}
 
     @classmethod
+    @checked_arguments()
     def preset(cls, name: str, **changes: Any) -> Self:
         """A published model, some fields of its config changed. Raises GraphError for an unknown name."""
         if name not in cls.presets:
             names = ", ".join(cls.presets)
             raise GraphError(f"preset {name!r} of {cls.__name__} does not exist; there are {names}")
         build: Callable[[Any], Self] = cls
-        return build(replace(cls.presets[name], **changes))
+        config = cls.presets[name]
+        if unknown := [change for change in changes if change not in type(config).__dataclass_fields__]:
+            raise GraphError(
+                f"config of {cls.__name__} has no field {', '.join(unknown)}; it has "
+                f"{', '.join(type(config).__dataclass_fields__)}"
+            )
+        return build(replace(config, **changes))
 
     def through(self, x: Any) -> Any:
         """`x` after all blocks, each computed on its mesh."""
@@ -183,6 +194,7 @@ class Stack(Placed):
         return x
 
 
+@checked_arguments(ShardingError)
 def annotate(
     model: Stack,
     mesh: ProcessMesh | None,
@@ -209,6 +221,7 @@ def annotate(
     )
 
 
+@checked_arguments(ShardingError)
 def stages(
     model: Stack,
     meshes: Sequence[ProcessMesh | None],
@@ -254,6 +267,8 @@ def stages(
         raise ShardingError(
             f"context_parallel is {context_parallel!r} but must be one of {', '.join(CONTEXT_PARALLEL)}"
         )
+    if not dp:
+        raise ShardingError(f"dp is {dp!r} but must be the name of an axis, or several")
     sizes = _stage_sizes(model, len(meshes), layers)
     expert_axis = dp if isinstance(dp, str) else dp[-1]
     layouts = [

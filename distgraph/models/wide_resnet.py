@@ -7,6 +7,7 @@ from typing import Any
 
 from distgraph import ops
 from distgraph.errors import GraphError
+from distgraph.errors.arguments import Count, check_fields, checked_arguments
 from distgraph.models.megatron_layout import Placed, Stack
 from distgraph.nn import BatchNorm2d, Conv2d, Linear, MaxPool2d
 from distgraph.tracing.annotations import on
@@ -30,12 +31,15 @@ class WideResNetConfig:
         dtype: of parameters and computation.
     """
 
-    channels: int
-    width: int
-    blocks: tuple[int, ...] = BLOCKS[50]
-    image: int = 224
-    classes: int = 1024
+    channels: Count
+    width: Count
+    blocks: tuple[Count, ...] = BLOCKS[50]
+    image: Count = 224
+    classes: Count = 1024
     dtype: str = "f32"
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 WIDE_RESNET_PRESETS: dict[str, WideResNetConfig] = {
@@ -85,6 +89,7 @@ class Bottleneck(Placed):
         return out
 
 
+@checked_arguments()
 class WideResNet(Stack):
     """Images [n, 3, h, w] -> logits [n, classes].
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from distgraph import ops
 from distgraph.errors import GraphError
+from distgraph.errors.arguments import Count, Rate, checked_arguments
 from distgraph.nn.initializers import Init
 from distgraph.nn.layers import Dropout, LayerNorm, Linear
 from distgraph.nn.module import Module
 from distgraph.tracing.tensor import Tensor
 
 
+@checked_arguments()
 class MultiHeadAttention(Module):
     """Attention with separate projections for queries, keys and values, so that heads split cleanly.
 
@@ -27,14 +30,14 @@ class MultiHeadAttention(Module):
 
     def __init__(
         self,
-        width: int,
-        heads: int,
+        width: Count,
+        heads: Count,
         causal: bool = False,
-        key_heads: int | None = None,
+        key_heads: Count | None = None,
         bias: bool = True,
-        dropout: float = 0.0,
+        dropout: Rate = 0.0,
         init: Init | None = None,
-        dtype: str = "f32",
+        dtype: Any = "f32",
     ) -> None:
         key_heads = heads if key_heads is None else key_heads
         if width % heads or heads % key_heads:
@@ -67,18 +70,19 @@ class MultiHeadAttention(Module):
         return ops.transpose(ops.reshape(x, (batch, length, heads, self.head_width)), (0, 2, 1, 3))
 
 
+@checked_arguments()
 class MLP(Module):
     """The feed-forward part of a transformer: up, activation, down. Parameters: up, down, each a Linear."""
 
     def __init__(
         self,
-        width: int,
-        hidden: int | None = None,
-        activation: Any = ops.gelu,
+        width: Count,
+        hidden: Count | None = None,
+        activation: Callable[..., Any] = ops.gelu,
         bias: bool = True,
-        dropout: float = 0.0,
+        dropout: Rate = 0.0,
         init: Init | None = None,
-        dtype: str = "f32",
+        dtype: Any = "f32",
     ) -> None:
         hidden = 4 * width if hidden is None else hidden
         self.up = Linear(width, hidden, bias, init, dtype)
@@ -92,6 +96,7 @@ class MLP(Module):
         return y
 
 
+@checked_arguments()
 class TransformerBlock(Module):
     """x + attention(norm(x)), then x + mlp(norm(x)) (pre-norm; Xiong et al., 2020).
 
@@ -103,23 +108,25 @@ class TransformerBlock(Module):
 
     def __init__(
         self,
-        width: int,
-        heads: int,
-        hidden: int | None = None,
+        width: Count,
+        heads: Count,
+        hidden: Count | None = None,
         causal: bool = True,
-        key_heads: int | None = None,
-        activation: Any = ops.gelu,
-        dropout: float = 0.0,
+        key_heads: Count | None = None,
+        activation: Callable[..., Any] = ops.gelu,
+        dropout: Rate = 0.0,
         mlp: Module | None = None,
         init: Init | None = None,
-        dtype: str = "f32",
+        dtype: Any = "f32",
     ) -> None:
         self.norm1 = LayerNorm(width, dtype=dtype)
         self.attn = MultiHeadAttention(
             width, heads, causal, key_heads, dropout=dropout, init=init, dtype=dtype
         )
         self.norm2 = LayerNorm(width, dtype=dtype)
-        self.mlp = mlp or MLP(width, hidden, activation, dropout=dropout, init=init, dtype=dtype)
+        if mlp is None:
+            mlp = MLP(width, hidden, activation, dropout=dropout, init=init, dtype=dtype)
+        self.mlp = mlp
 
     def forward(self, x: Any) -> Tensor:
         """x [b, s, width] -> the same shape."""

@@ -27,16 +27,27 @@ Init = tuple[Any, ...]
 _ARGUMENTS = {"normal": 1, "uniform": 1, "constant": 1, "zeros": 0, "ones": 0, "given": 0}
 
 
-def check_init(init: Init) -> None:
+def check_init(init: Any) -> None:
     """Raises GraphError when an initialisation is malformed."""
-    if init and init[0] == "like":
-        init = init[2:]
-    if not init or _ARGUMENTS.get(init[0]) != len(init) - 1:
+    rest = init
+    if isinstance(init, (tuple, list)) and len(init) > 1 and init[0] == "like" and isinstance(init[1], str):
+        rest = init[2:]
+    if not _is_init(rest):
         raise GraphError(
             f'init is {init!r} but must be ("normal", std), ("uniform", bound), ("constant", value), '
             '("zeros",), ("ones",) or ("given",), behind "like" and the name of a parameter to '
             "start from its numbers"
         )
+
+
+def _is_init(init: Any) -> bool:
+    if not isinstance(init, (tuple, list)) or not init or not isinstance(init[0], str):
+        return False
+    numbers = init[1:]
+    return _ARGUMENTS.get(init[0]) == len(numbers) and all(
+        isinstance(x, (int, float, np.integer, np.floating)) and not isinstance(x, bool) and math.isfinite(x)
+        for x in numbers
+    )
 
 
 def materialize(

@@ -7,12 +7,14 @@ from typing import Any
 
 from distgraph import ops
 from distgraph.errors import GraphError
+from distgraph.errors.arguments import Count, NonNegative, Rate, Size, checked_arguments
 from distgraph.nn.initializers import Init, fan_in_uniform
 from distgraph.nn.module import Module
 from distgraph.nn.parameter import Parameter
 from distgraph.tracing.tensor import Tensor
 
 
+@checked_arguments()
 class Linear(Module):
     """y = x w + b.
 
@@ -25,9 +27,14 @@ class Linear(Module):
     """
 
     def __init__(
-        self, inputs: int, outputs: int, bias: bool = True, init: Init | None = None, dtype: str = "f32"
+        self,
+        inputs: Count,
+        outputs: Count,
+        bias: bool = True,
+        init: Init | None = None,
+        dtype: Any = "f32",
     ) -> None:
-        self.weight = Parameter((inputs, outputs), dtype, init or fan_in_uniform(inputs))
+        self.weight = Parameter((inputs, outputs), dtype, fan_in_uniform(inputs) if init is None else init)
         self.bias = Parameter((outputs,), dtype, ("zeros",)) if bias else None
 
     def forward(self, x: Any) -> Tensor:
@@ -36,10 +43,11 @@ class Linear(Module):
         return y if self.bias is None else y + self.bias
 
 
+@checked_arguments()
 class Embedding(Module):
     """A table of rows that are looked up by number. Parameters: weight [rows, width]."""
 
-    def __init__(self, rows: int, width: int, init: Init = ("normal", 0.02), dtype: str = "f32") -> None:
+    def __init__(self, rows: Count, width: Count, init: Init = ("normal", 0.02), dtype: Any = "f32") -> None:
         self.weight = Parameter((rows, width), dtype, init)
 
     def forward(self, ids: Any) -> Tensor:
@@ -47,10 +55,11 @@ class Embedding(Module):
         return ops.embedding(self.weight, ids)
 
 
+@checked_arguments()
 class LayerNorm(Module):
     """Layer norm over the last dim. Parameters: weight [width], bias [width]."""
 
-    def __init__(self, width: int, eps: float = 1e-5, dtype: str = "f32") -> None:
+    def __init__(self, width: Count, eps: NonNegative = 1e-5, dtype: Any = "f32") -> None:
         self.weight = Parameter((width,), dtype, ("ones",))
         self.bias = Parameter((width,), dtype, ("zeros",))
         self.eps = eps
@@ -60,10 +69,11 @@ class LayerNorm(Module):
         return ops.layer_norm(x, self.weight, self.bias, self.eps)
 
 
+@checked_arguments()
 class RMSNorm(Module):
     """Root-mean-square norm over the last dim. Parameters: weight [width]."""
 
-    def __init__(self, width: int, eps: float = 1e-6, dtype: str = "f32") -> None:
+    def __init__(self, width: Count, eps: NonNegative = 1e-6, dtype: Any = "f32") -> None:
         self.weight = Parameter((width,), dtype, ("ones",))
         self.eps = eps
 
@@ -72,6 +82,7 @@ class RMSNorm(Module):
         return ops.rms_norm(x, self.weight, self.eps)
 
 
+@checked_arguments()
 class Dropout(Module):
     """Zeroes elements with probability `rate` while training and scales the rest by 1 / (1 - rate).
 
@@ -79,9 +90,7 @@ class Dropout(Module):
     number of micro-batches, which are consecutive along `batch_dim`.
     """
 
-    def __init__(self, rate: float, batch_dim: int | None = 0) -> None:
-        if not 0 <= rate < 1:
-            raise GraphError(f"rate of Dropout is {rate} but must be at least 0 and below 1")
+    def __init__(self, rate: Rate, batch_dim: Size | None = 0) -> None:
         self.rate = rate
         self.batch_dim = batch_dim
 
@@ -131,6 +140,7 @@ class ReLU(Module):
         return ops.relu(x)
 
 
+@checked_arguments()
 class GELU(Module):
     """x times the normal distribution function, or its tanh approximation."""
 

@@ -7,12 +7,13 @@ over an axis turn into all_to_all by the index rules alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 from distgraph import ops
-from distgraph.errors import GraphError
+from distgraph.errors import GraphError, ShardingError
+from distgraph.errors.arguments import Count, Positive, checked_arguments
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import UserDim
 from distgraph.nn.initializers import Init
@@ -22,6 +23,7 @@ from distgraph.tracing.annotations import reshard, shard_tensor
 from distgraph.tracing.tensor import Tensor
 
 
+@checked_arguments()
 class MoE(Module):
     """Each token goes to its `top_k` best experts, weighted by their gates.
 
@@ -54,16 +56,16 @@ class MoE(Module):
 
     def __init__(
         self,
-        width: int,
-        hidden: int,
-        experts: int,
-        capacity_factor: float = 1.0,
-        activation: Any = ops.gelu,
+        width: Count,
+        hidden: Count,
+        experts: Count,
+        capacity_factor: Positive = 1.0,
+        activation: Callable[..., Any] = ops.gelu,
         init: Init = ("normal", 0.02),
-        dtype: str = "f32",
+        dtype: Any = "f32",
         bias: bool = False,
         *,
-        top_k: int = 2,
+        top_k: Count = 2,
         normalize: bool | None = None,
     ) -> None:
         if experts < 2:
@@ -72,8 +74,6 @@ class MoE(Module):
             raise GraphError(
                 f"MoE sends each token to {top_k} experts but has {experts}; take top_k from 1 to {experts}"
             )
-        if not capacity_factor > 0:
-            raise GraphError(f"capacity_factor of MoE is {capacity_factor} but must be above 0")
         self.gate = Parameter((width, experts), dtype, init)
         self.up = Parameter((experts, width, hidden), dtype, init)
         self.down = Parameter((experts, hidden, width), dtype, init)
@@ -111,6 +111,7 @@ class MoE(Module):
         """Tokens that an expert takes of a group of a given number."""
         return max(1, math.ceil(self.top_k * self.capacity_factor * tokens / self.experts))
 
+    @checked_arguments(ShardingError)
     def split_experts(
         self,
         mesh: ProcessMesh | None,
@@ -134,6 +135,8 @@ class MoE(Module):
         if mesh is None:
             return self
         rows = (batch,) if isinstance(batch, str) else tuple(batch)
+        for axis in rows:
+            mesh.axis_size(axis)
         self._routes = _Routes(mesh, experts, rows)
         shard_tensor(self.up, mesh, [experts, None, hidden])
         shard_tensor(self.down, mesh, [experts, hidden, None])

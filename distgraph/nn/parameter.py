@@ -8,13 +8,15 @@ from typing import Any
 import numpy as np
 
 from distgraph.errors import GraphError
-from distgraph.ir.dtypes import is_integer, short, to_numpy
+from distgraph.errors.arguments import Size, array_of, checked_arguments
+from distgraph.ir.dtypes import short, to_numpy
 from distgraph.ir.sharding_spec import AxisAttr, DistAttr
 from distgraph.nn.initializers import Init, check_init
 from distgraph.tracing.tensor import Tensor, TensorOperators
 from distgraph.tracing.tracer import Trace
 
 
+@checked_arguments()
 class Parameter(TensorOperators):
     """A learned tensor of a module (or, as a `Buffer`, one that is not learned). A trace uses it as a tensor.
 
@@ -32,16 +34,14 @@ class Parameter(TensorOperators):
 
     def __init__(
         self,
-        shape: Sequence[int] | int,
+        shape: Sequence[Size] | Size,
         dtype: Any = "f32",
         init: Init = ("normal", 0.02),
         trainable: bool = True,
         annotation: DistAttr | AxisAttr | None = None,
     ) -> None:
         check_init(init)
-        lengths = (shape,) if isinstance(shape, int) else tuple(shape)
-        if not all(is_integer(n) and n >= 0 for n in lengths):
-            raise GraphError(f"shape of a parameter is {lengths} but must be numbers from 0 up")
+        lengths = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)
         self.shape: tuple[int, ...] = tuple(int(n) for n in lengths)
         self.dtype = short(dtype)
         self.init = init
@@ -58,7 +58,7 @@ class Parameter(TensorOperators):
         Raises:
             GraphError: the array has another shape, or numbers that the dtype of the parameter cannot hold.
         """
-        array, dtype = np.asarray(value), to_numpy(self.dtype)
+        array, dtype = array_of(f"value of parameter {self.name or '?'}", value), to_numpy(self.dtype)
         if array.shape != self.shape:
             raise GraphError(
                 f"parameter {self.name or '?'} has shape {self.shape} but is given an array of {array.shape}"
@@ -101,12 +101,13 @@ class Parameter(TensorOperators):
         return f"{type(self).__name__}({self.name or '?'} : {self.dtype}[{', '.join(map(str, self.shape))}])"
 
 
+@checked_arguments()
 class Buffer(Parameter):
     """A tensor that a module updates from step to step without learning it, such as running statistics."""
 
     kind = "state"
 
-    def __init__(self, shape: Sequence[int] | int, dtype: Any = "f32", init: Init = ("zeros",)) -> None:
+    def __init__(self, shape: Sequence[Size] | Size, dtype: Any = "f32", init: Init = ("zeros",)) -> None:
         super().__init__(shape, dtype, init, trainable=False)
 
     def _attrs(self) -> dict[str, Any]:

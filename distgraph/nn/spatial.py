@@ -5,17 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from distgraph import ops
+from distgraph.errors.arguments import Count, NonNegative, Share, checked_arguments
 from distgraph.nn.initializers import Init, fan_in_uniform
 from distgraph.nn.module import Module
 from distgraph.nn.parameter import Buffer, Parameter
+from distgraph.ops.conv import Padding
 from distgraph.tracing.tensor import Tensor
 
 
 def _pair(value: int | Sequence[int]) -> tuple[int, int]:
-    return (value, value) if isinstance(value, int) else (value[0], value[1])
+    return (int(value),) * 2 if isinstance(value, (int, np.integer)) else (value[0], value[1])
 
 
+@checked_arguments()
 class Conv2d(Module):
     """Convolution. Parameters: weight [outputs, inputs / groups, h, w], bias [outputs].
 
@@ -28,21 +33,23 @@ class Conv2d(Module):
 
     def __init__(
         self,
-        inputs: int,
-        outputs: int,
-        kernel: int | Sequence[int],
-        stride: int | Sequence[int] = 1,
-        padding: int | Sequence[Any] = 0,
-        dilation: int | Sequence[int] = 1,
-        groups: int = 1,
+        inputs: Count,
+        outputs: Count,
+        kernel: Count | tuple[Count, Count],
+        stride: Count | tuple[Count, Count] = 1,
+        padding: Padding = 0,
+        dilation: Count | tuple[Count, Count] = 1,
+        groups: Count = 1,
         bias: bool = True,
         init: Init | None = None,
-        dtype: str = "f32",
+        dtype: Any = "f32",
     ) -> None:
         height, width = _pair(kernel)
         fan_in = inputs // groups * height * width
         self.weight = Parameter(
-            (outputs, inputs // groups, height, width), dtype, init or fan_in_uniform(fan_in)
+            (outputs, inputs // groups, height, width),
+            dtype,
+            fan_in_uniform(fan_in) if init is None else init,
         )
         self.bias = Parameter((outputs,), dtype, ("zeros",)) if bias else None
         self.stride, self.padding, self.dilation, self.groups = stride, padding, dilation, groups
@@ -53,6 +60,7 @@ class Conv2d(Module):
         return y if self.bias is None else y + ops.reshape(self.bias, (1, -1, 1, 1))
 
 
+@checked_arguments()
 class _Pool2d(Module):
     """`_pool` of each window."""
 
@@ -60,9 +68,9 @@ class _Pool2d(Module):
 
     def __init__(
         self,
-        window: int | Sequence[int],
-        stride: int | Sequence[int] | None = None,
-        padding: int | Sequence[Any] = 0,
+        window: Count | Sequence[Count],
+        stride: Count | Sequence[Count] | None = None,
+        padding: Padding = 0,
     ) -> None:
         self.window, self.stride, self.padding = window, stride, padding
 
@@ -83,6 +91,7 @@ class AvgPool2d(_Pool2d):
     _pool = staticmethod(ops.avg_pool)
 
 
+@checked_arguments()
 class BatchNorm2d(Module):
     """(x - mean) / sqrt(var + eps) * weight + bias for every channel (Ioffe and Szegedy, 2015).
 
@@ -93,7 +102,9 @@ class BatchNorm2d(Module):
     Parameters: weight [channels], bias [channels]; buffers running_mean, running_var [channels].
     """
 
-    def __init__(self, channels: int, momentum: float = 0.1, eps: float = 1e-5, dtype: str = "f32") -> None:
+    def __init__(
+        self, channels: Count, momentum: Share = 0.1, eps: NonNegative = 1e-5, dtype: Any = "f32"
+    ) -> None:
         self.weight = Parameter((channels,), dtype, ("ones",))
         self.bias = Parameter((channels,), dtype, ("zeros",))
         self.running_mean = Buffer((channels,), dtype, ("zeros",))

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from distgraph.errors import GraphError
+from distgraph.errors.arguments import checked_arguments
 from distgraph.ir.graph import Value
 from distgraph.ir.op_registry import Attrs, GradientContext, Shape, define, elementwise, ufunc
 from distgraph.kernels import activation as kernels
@@ -109,6 +110,7 @@ def relu(x: Any) -> Tensor:
     return emit_one("relu", x)
 
 
+@checked_arguments()
 def gelu(x: Any, approximate: bool = False) -> Tensor:
     """x times the normal distribution function of x, or its tanh approximation."""
     return emit_one("gelu", x, approximate=approximate)

@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 
 from distgraph.errors import GraphError
+from distgraph.errors.arguments import Finite, checked_arguments
 from distgraph.ir.graph import Op, Value
 from distgraph.ir.index_rule import Rule, bind
 from distgraph.ir.op_registry import Attrs, GradientContext, Local, MatmulDims, Shape, Shapes, define
 from distgraph.kernels import attention as kernels
 from distgraph.kernels import workspace
 from distgraph.kernels._common import store_all
+from distgraph.ops.contraction import as_tensors
 from distgraph.ops.normalization import require_float
 from distgraph.tracing.tensor import Tensor, emit
 
@@ -219,7 +221,8 @@ define(
 )
 
 
-def attention(q: Any, k: Any, v: Any, causal: bool = False, scale: float | None = None) -> Tensor:
+@checked_arguments()
+def attention(q: Any, k: Any, v: Any, causal: bool = False, scale: Finite | None = None) -> Tensor:
     """softmax(scale * q k^T) v for every head.
 
     Args:
@@ -232,14 +235,16 @@ def attention(q: Any, k: Any, v: Any, causal: bool = False, scale: float | None 
     Returns:
         [b, h, s, e].
     """
-    size = q.shape[-1]
+    q, k, v = as_tensors(q, k, v)
+    size = max(1, q.shape[-1]) if q.ndim else 1
     o: Tensor = emit(
         "attention", q, k, v, causal=bool(causal), scale=size**-0.5 if scale is None else float(scale)
     )[0]
     return o
 
 
-def attention_from(q: Any, k: Any, v: Any, start: Any, scale: float | None = None) -> Tensor:
+@checked_arguments()
+def attention_from(q: Any, k: Any, v: Any, start: Any, scale: Finite | None = None) -> Tensor:
     """Causal attention of some positions of a sequence whose keys and values are known up to them.
 
     Args:

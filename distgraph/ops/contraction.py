@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from distgraph.errors import GraphError
+from distgraph.errors.arguments import checked_arguments
 from distgraph.ir.graph import Op, Value
 from distgraph.ir.index_rule import Rule, make_rule
 from distgraph.ir.op_registry import WIDE, Attrs, GradientContext, Groups, Shape, Shapes, define
@@ -237,6 +238,7 @@ def matmul(x: Any, y: Any) -> Tensor:
     return reshape_to(result, shape)
 
 
+@checked_arguments()
 def einsum(spec: str, *operands: Any) -> Tensor:
     """Einstein summation in NumPy's notation, any number of operands, no index twice in one of them.
 

@@ -15,7 +15,10 @@ from functools import wraps
 from operator import itemgetter
 from typing import Any
 
+import numpy as np
+
 from distgraph.errors import GraphError
+from distgraph.errors.arguments import Count, Size, checked_arguments, shown
 from distgraph.ir.graph import Op, Value
 from distgraph.ir.index_rule import Rule, bind
 from distgraph.ir.op_registry import (
@@ -410,23 +413,29 @@ define(
 )
 
 
+Padding = Size | Sequence[Size | tuple[Size, Size]]
+"""Zeros on each side: one number, one a dim, or a (low, high) pair a dim."""
+
+
 def _pairs(padding: int | Sequence[Any], count: int) -> tuple[tuple[int, int], ...]:
     """Padding as (low, high) a dim, from one number, one number a dim, or pairs."""
-    values = (padding,) * count if isinstance(padding, int) else tuple(padding)
-    return tuple((p, p) if isinstance(p, int) else (int(p[0]), int(p[1])) for p in values)
+    values = (padding,) * count if isinstance(padding, (int, np.integer)) else tuple(padding)
+    pairs = ((p, p) if isinstance(p, (int, np.integer)) else p for p in values)
+    return tuple((int(low), int(high)) for low, high in pairs)
 
 
 def _each(value: int | Sequence[int], count: int) -> tuple[int, ...]:
-    return (value,) * count if isinstance(value, int) else tuple(value)
+    return tuple(map(int, (value,) * count if isinstance(value, (int, np.integer)) else value))
 
 
+@checked_arguments()
 def conv(
     x: Any,
     w: Any,
-    stride: int | Sequence[int] = 1,
-    padding: int | Sequence[Any] = 0,
-    dilation: int | Sequence[int] = 1,
-    groups: int = 1,
+    stride: Count | Sequence[Count] = 1,
+    padding: Padding = 0,
+    dilation: Count | Sequence[Count] = 1,
+    groups: Count = 1,
 ) -> Tensor:
     """Convolution (no flip): x [n, c, *spatial], w [o, c / groups, *kernel] -> [n, o, *output].
 
@@ -445,21 +454,23 @@ def conv(
     return emit_one("conv", *tensors, groups=int(groups), **sides)
 
 
+@checked_arguments()
 def max_pool(
     x: Any,
-    window: int | Sequence[int],
-    stride: int | Sequence[int] | None = None,
-    padding: int | Sequence[Any] = 0,
+    window: Count | Sequence[Count],
+    stride: Count | Sequence[Count] | None = None,
+    padding: Padding = 0,
 ) -> Tensor:
     """Largest element of each window: x [n, c, *spatial] -> [n, c, *output]; stride = window by default."""
     return _pool("max_pool", x, window, stride, padding)
 
 
+@checked_arguments()
 def avg_pool(
     x: Any,
-    window: int | Sequence[int],
-    stride: int | Sequence[int] | None = None,
-    padding: int | Sequence[Any] = 0,
+    window: Count | Sequence[Count],
+    stride: Count | Sequence[Count] | None = None,
+    padding: Padding = 0,
 ) -> Tensor:
     """Mean of each window, padding counted as zeros: x [n, c, *spatial] -> [n, c, *output]."""
     return _pool("avg_pool", x, window, stride, padding)
@@ -469,5 +480,9 @@ def _pool(kind: str, x: Any, window: Any, stride: Any, padding: Any) -> Tensor:
     (tensor,) = as_tensors(x)
     count = max(0, tensor.ndim - 2)
     size = _each(window, count)
-    sides = {"window": size, "stride": size if stride is None else _each(stride, count)}
-    return emit_one(kind, tensor, padding=_pairs(padding, count), **sides)
+    sides, cuts = _pairs(padding, count), size if stride is None else _each(stride, count)
+    if any(max(side) >= length for side, length in zip(sides, size, strict=False)):
+        raise GraphError(
+            f"padding of {kind} is {shown(padding)} but its windows are {size}; make it shorter than a window"
+        )
+    return emit_one(kind, tensor, padding=sides, window=size, stride=cuts)

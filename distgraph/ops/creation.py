@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from distgraph.errors import GraphError
-from distgraph.ir.dtypes import short, to_numpy
+from distgraph.errors.arguments import Finite, Size, checked_arguments, shown
+from distgraph.ir.dtypes import is_float, short, to_numpy
 from distgraph.ir.graph import SOURCES, Value
 from distgraph.ir.index_rule import Rule, make_rule, term_of
 from distgraph.ir.op_registry import Attrs, GradientContext, Local, Shape, Shapes, define
@@ -187,7 +188,8 @@ define(
 )
 
 
-def iota(shape: Sequence[int], dim: int, dtype: Any = "i64") -> Tensor:
+@checked_arguments()
+def iota(shape: Sequence[Size], dim: int, dtype: Any = "i64") -> Tensor:
     """The position along one dim at every element."""
     lengths = tuple(int(n) for n in shape)
     if not -len(lengths) <= dim < len(lengths):
@@ -195,7 +197,8 @@ def iota(shape: Sequence[int], dim: int, dtype: Any = "i64") -> Tensor:
     return emit_one("iota", shape=lengths, dim=dim % len(lengths), dtype=short(dtype))
 
 
-def arange(start: float, stop: float | None = None, step: float = 1, dtype: Any = None) -> Tensor:
+@checked_arguments()
+def arange(start: Finite, stop: Finite | None = None, step: Finite = 1, dtype: Any = None) -> Tensor:
     """Numbers from start (0 by default) up to but without stop."""
     first, last = (0, start) if stop is None else (start, stop)
     if step == 0:
@@ -208,24 +211,37 @@ def arange(start: float, stop: float | None = None, step: float = 1, dtype: Any 
     return line if first == 0 else line + first
 
 
-def full(shape: int | Sequence[int], value: Any, dtype: Any = None) -> Tensor:
+@checked_arguments()
+def full(shape: Size | Sequence[Size], value: float | bool, dtype: Any = None) -> Tensor:
     """One number everywhere; f32 for a Python float, i64 for an int, bool for a bool."""
-    lengths = (shape,) if isinstance(shape, int) else tuple(int(n) for n in shape)
+    lengths = (int(shape),) if isinstance(shape, (int, np.integer)) else tuple(int(n) for n in shape)
     by_type = "bool" if isinstance(value, bool) else "i64" if isinstance(value, int) else "f32"
-    return emit_one("full", shape=lengths, value=value, dtype=by_type if dtype is None else short(dtype))
+    name = by_type if dtype is None else short(dtype)
+    number = value.item() if isinstance(value, np.generic) else value
+    if name != "bool" and not is_float(name):
+        limits = np.iinfo(to_numpy(name))
+        if number != number or number % 1 or not limits.min <= number <= limits.max:
+            raise GraphError(
+                f"value of full is {shown(value)} but {name} holds whole numbers from {limits.min} to "
+                f"{limits.max}; give another dtype"
+            )
+    return emit_one("full", shape=lengths, value=number, dtype=name)
 
 
-def zeros(shape: int | Sequence[int], dtype: Any = "f32") -> Tensor:
+@checked_arguments()
+def zeros(shape: Size | Sequence[Size], dtype: Any = "f32") -> Tensor:
     """Zeros."""
-    return full(shape, 0, dtype)
+    return full(shape, 0, short(dtype))
 
 
-def ones(shape: int | Sequence[int], dtype: Any = "f32") -> Tensor:
+@checked_arguments()
+def ones(shape: Size | Sequence[Size], dtype: Any = "f32") -> Tensor:
     """Ones."""
-    return full(shape, 1, dtype)
+    return full(shape, 1, short(dtype))
 
 
-def dynamic_slice(x: Any, starts: Any, sizes: Sequence[int]) -> Tensor:
+@checked_arguments()
+def dynamic_slice(x: Any, starts: Any, sizes: Sequence[Size]) -> Tensor:
     """The block of `x` of the given sizes at `starts` (one integer a dim, clamped so that the block fits)."""
     tensor, starts_tensor = as_tensors(x, np.asarray(starts) if isinstance(starts, (list, tuple)) else starts)
     return emit_one("dynamic_slice", tensor, starts_tensor, sizes=tuple(int(n) for n in sizes))
@@ -239,11 +255,13 @@ def dynamic_update_slice(x: Any, update: Any, starts: Any) -> Tensor:
     )
 
 
+@checked_arguments()
 def tril(x: Any, k: int = 0) -> Tensor:
     """Zero above the k-th diagonal of the last two dims."""
     return _triangle(x, k, "greater_equal")
 
 
+@checked_arguments()
 def triu(x: Any, k: int = 0) -> Tensor:
     """Zero below the k-th diagonal of the last two dims."""
     return _triangle(x, k, "less_equal")

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from distgraph.errors import GraphError, RuntimeFault
+from distgraph.errors import GraphError, OperandFault
+from distgraph.errors.arguments import Count, checked_arguments
 from distgraph.ir.dtypes import is_float, short, to_numpy
 from distgraph.ir.graph import Value
 from distgraph.ir.index_rule import Rule, make_rule, term_of
@@ -29,6 +30,7 @@ from distgraph.kernels import embedding as rows
 from distgraph.kernels import loss, workspace
 from distgraph.kernels._common import store, widening
 from distgraph.ops.contraction import as_tensors
+from distgraph.ops.reduction import dims_of
 from distgraph.tracing.tensor import Tensor, emit_one
 
 Grads = Sequence[Tensor | None]
@@ -43,7 +45,7 @@ def check_positions(xp: Any, ids: Any, length: int) -> None:
     """Refuse positions outside 0..length-1. On NumPy only: on a GPU the check would stall the stream."""
     if xp is np and ids.size and (int(ids.min()) < 0 or int(ids.max()) >= length):
         wrong = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
-        raise RuntimeFault(
+        raise OperandFault(
             f"position {wrong} is outside 0..{length - 1}; check the ids against the length of the dim"
         )
 
@@ -419,6 +421,7 @@ def embedding(table: Any, ids: Any) -> Tensor:
     return emit_one("embedding", *as_tensors(table, ids))
 
 
+@checked_arguments()
 def take(x: Any, ids: Any, axis: int = 0) -> Tensor:
     """Elements of a dim by position: the dim is replaced by the dims of `ids`.
 
@@ -440,10 +443,12 @@ def take(x: Any, ids: Any, axis: int = 0) -> Tensor:
     return emit_one("take", *as_tensors(tensor, ids), dim=dim)
 
 
+@checked_arguments()
 def take_along(x: Any, ids: Any, axis: int = -1) -> Tensor:
     """NumPy's take_along_axis for positions >= 0."""
     tensor, positions = as_tensors(x, ids)
-    return emit_one("take_along", tensor, positions, dim=axis % tensor.ndim)
+    (dim,) = dims_of(axis, tensor.ndim)
+    return emit_one("take_along", tensor, positions, dim=dim)
 
 
 def pick(x: Any, labels: Any) -> Tensor:
@@ -456,7 +461,8 @@ def scatter_add(x: Any, ids: Any, updates: Any) -> Tensor:
     return emit_one("scatter_add", *as_tensors(x, ids, updates))
 
 
-def one_hot(ids: Any, classes: int, dtype: Any = "f32", outside: str = "error") -> Tensor:
+@checked_arguments()
+def one_hot(ids: Any, classes: Count, dtype: Any = "f32", outside: str = "error") -> Tensor:
     """1 where the new last dim equals the position, else 0.
 
     Args:

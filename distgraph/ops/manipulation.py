@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from distgraph.errors import GraphError
+from distgraph.errors.arguments import Count, Size, check_argument, checked_arguments
 from distgraph.ir.dtypes import is_float
 from distgraph.ops.contraction import as_tensors, reshape_to
 from distgraph.ops.gather_scatter import take
@@ -34,6 +35,7 @@ def getitem(x: Any, key: Any) -> Tensor:
             continue
         n = tensor.shape[len(cuts)]
         if isinstance(part, slice):
+            _check_slice(part, tensor)
             if part.indices(n)[2] < 0:
                 flips.append(len(cuts))
             cuts.append(_forward_slice(part, n))
@@ -107,6 +109,7 @@ def _is_array(part: Any) -> bool:
     return isinstance(part, (list, np.ndarray))
 
 
+@checked_arguments()
 def expand_dims(x: Any, axis: int | Sequence[int]) -> Tensor:
     """New dims of length 1 at these places of the result."""
     (tensor,) = as_tensors(x)
@@ -118,7 +121,8 @@ def expand_dims(x: Any, axis: int | Sequence[int]) -> Tensor:
     )
 
 
-def squeeze(x: Any, axis: Any = None) -> Tensor:
+@checked_arguments()
+def squeeze(x: Any, axis: int | Sequence[int] | None = None) -> Tensor:
     """Dims of length 1 removed; all of them by default. Raises GraphError when a named one is longer."""
     (tensor,) = as_tensors(x)
     dims = (
@@ -132,7 +136,15 @@ def squeeze(x: Any, axis: Any = None) -> Tensor:
     return reshape_to(tensor, tuple(n for d, n in enumerate(tensor.shape) if d not in dims))
 
 
-def split(x: Any, sections: int | Sequence[int], axis: int = 0) -> list[Tensor]:
+def _check_slice(part: slice, tensor: Tensor) -> None:
+    for name in ("start", "stop", "step"):
+        check_argument(f"a slice of {tensor.value.type}", name, getattr(part, name), int | None)
+    if part.step == 0:
+        raise GraphError(f"step of a slice of {tensor.value.type} is 0 but must be another number")
+
+
+@checked_arguments()
+def split(x: Any, sections: Count | Sequence[Size], axis: int = 0) -> list[Tensor]:
     """Parts along a dim: a number of equal ones, or cut before each position of a sequence."""
     (tensor,) = as_tensors(x)
     (dim,) = dims_of(axis, tensor.ndim)
@@ -150,20 +162,23 @@ def split(x: Any, sections: int | Sequence[int], axis: int = 0) -> list[Tensor]:
     return [getitem(tensor, (*front, slice(a, b))) for a, b in pairwise(places)]
 
 
-def stack(tensors: Sequence[Any], axis: int = 0) -> Tensor:
+@checked_arguments()
+def stack(tensors: Iterable[Any] | Tensor, axis: int = 0) -> Tensor:
     """Tensors of one shape joined along a new dim."""
     arrays = as_tensors(*tensors)
     (dim,) = dims_of(axis, arrays[0].ndim + 1) if arrays else (0,)
     return concat([expand_dims(x, dim) for x in arrays], dim)
 
 
-def flip(x: Any, axis: Any = None) -> Tensor:
+@checked_arguments()
+def flip(x: Any, axis: int | Sequence[int] | None = None) -> Tensor:
     """Reversed along dims."""
     (tensor,) = as_tensors(x)
     dims = dims_of(axis, tensor.ndim)
     return emit_one("flip", tensor, dims=dims) if dims else tensor
 
 
+@checked_arguments()
 def roll(x: Any, shift: int, axis: int) -> Tensor:
     """Elements moved along a dim; those pushed out come back at the other end."""
     (tensor,) = as_tensors(x)
@@ -172,10 +187,11 @@ def roll(x: Any, shift: int, axis: int) -> Tensor:
     return emit_one("roll", tensor, shift=shift, dim=dim) if shift else tensor
 
 
-def tile(x: Any, repetitions: int | Sequence[int]) -> Tensor:
+@checked_arguments()
+def tile(x: Any, repetitions: Size | Sequence[Size]) -> Tensor:
     """The whole tensor repeated along each dim."""
     (tensor,) = as_tensors(x)
-    counts = (repetitions,) if isinstance(repetitions, int) else tuple(repetitions)
+    counts = (repetitions,) if isinstance(repetitions, (int, np.integer)) else tuple(repetitions)
     ndim = max(len(counts), tensor.ndim)
     times = (1,) * (ndim - len(counts)) + counts
     shape = (1,) * (ndim - tensor.ndim) + tensor.shape
@@ -186,7 +202,8 @@ def tile(x: Any, repetitions: int | Sequence[int]) -> Tensor:
     return reshape_to(spread, tuple(a * b for a, b in zip(times, shape, strict=True)))
 
 
-def repeat(x: Any, count: int, axis: int) -> Tensor:
+@checked_arguments()
+def repeat(x: Any, count: Size, axis: int) -> Tensor:
     """Every element repeated in place along a dim."""
     (tensor,) = as_tensors(x)
     (dim,) = dims_of(axis, tensor.ndim)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from distgraph.errors import GraphError
+from distgraph.errors.arguments import NonNegative, checked_arguments
 from distgraph.ir.dtypes import is_float
 from distgraph.ir.graph import Value
 from distgraph.ir.index_rule import Rule, make_rule, term_of
@@ -17,6 +18,7 @@ from distgraph.ir.op_registry import Attrs, GradientContext, Shape, Shapes, defi
 from distgraph.kernels import norm as kernels
 from distgraph.kernels import softmax as softmax_kernels
 from distgraph.kernels import workspace
+from distgraph.ops.reduction import dims_of
 from distgraph.tracing.tensor import Tensor, emit, emit_one
 
 Grads = Sequence[Tensor | None]
@@ -133,16 +135,22 @@ _define_softmax("softmax", _split_softmax, _split_softmax_grad)
 _define_softmax("log_softmax", _split_log_softmax, _split_log_softmax_grad)
 
 
+def _axis_of(tensor: Tensor, axis: int) -> int:
+    return dims_of(axis, max(tensor.ndim, 1))[0]
+
+
+@checked_arguments()
 def softmax(x: Any, axis: int = -1) -> Tensor:
     """exp(x) / sum(exp(x)) along an axis."""
     tensor = emit_one("identity", x) if not isinstance(x, Tensor) else x
-    return emit_one("softmax", tensor, axis=axis % max(tensor.ndim, 1))
+    return emit_one("softmax", tensor, axis=_axis_of(tensor, axis))
 
 
+@checked_arguments()
 def log_softmax(x: Any, axis: int = -1) -> Tensor:
     """Logarithm of `softmax`, without its rounding."""
     tensor = emit_one("identity", x) if not isinstance(x, Tensor) else x
-    return emit_one("log_softmax", tensor, axis=axis % max(tensor.ndim, 1))
+    return emit_one("log_softmax", tensor, axis=_axis_of(tensor, axis))
 
 
 def _infer_rows(weights: int, statistics: int) -> Callable[[Sequence[Value], Attrs], list[tuple[Shape, str]]]:
@@ -229,7 +237,8 @@ define(
 )
 
 
-def layer_norm(x: Any, w: Any, b: Any, eps: float = 1e-5) -> Tensor:
+@checked_arguments()
+def layer_norm(x: Any, w: Any, b: Any, eps: NonNegative = 1e-5) -> Tensor:
     """(x - mean) / sqrt(var + eps) * w + b over the last dim. x [..., n], w [n], b [n]."""
     y: Tensor = emit("layer_norm", x, w, b, eps=eps)[0]
     return y
@@ -280,7 +289,8 @@ define(
 )
 
 
-def rms_norm(x: Any, w: Any, eps: float = 1e-6) -> Tensor:
+@checked_arguments()
+def rms_norm(x: Any, w: Any, eps: NonNegative = 1e-6) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * w over the last dim. x [..., n], w [n]."""
     y: Tensor = emit("rms_norm", x, w, eps=eps)[0]
     return y

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from distgraph.errors import GraphError
-from distgraph.ir.dtypes import to_numpy
+from distgraph.errors.arguments import Rate, Size, checked_arguments
+from distgraph.ir.dtypes import is_float, short, to_numpy
 from distgraph.ir.graph import Value
 from distgraph.ir.index_rule import Rule, make_rule, term_of
 from distgraph.ir.op_registry import Attrs, Local, Shape, Shapes, define, elementwise
@@ -191,26 +192,33 @@ define(
 )
 
 
-def random_uniform(shape: Sequence[int], dtype: str = "f32", batch_dim: int | None = 0) -> Tensor:
+@checked_arguments()
+def random_uniform(shape: Sequence[Size], dtype: Any = "f32", batch_dim: Size | None = 0) -> Tensor:
     """Uniform in [0, 1), new every step. `batch_dim`: where micro-batches follow each other, or None."""
     return _draw("random_uniform", shape, dtype, batch_dim)
 
 
-def random_normal(shape: Sequence[int], dtype: str = "f32", batch_dim: int | None = 0) -> Tensor:
+@checked_arguments()
+def random_normal(shape: Sequence[Size], dtype: Any = "f32", batch_dim: Size | None = 0) -> Tensor:
     """Standard normal, new every step. `batch_dim`: where micro-batches follow each other, or None."""
     return _draw("random_normal", shape, dtype, batch_dim)
 
 
-def _draw(kind: str, shape: Sequence[int], dtype: str, batch_dim: int | None) -> Tensor:
+def _draw(kind: str, shape: Sequence[int], dtype: Any, batch_dim: int | None) -> Tensor:
+    if not is_float(short(dtype)):
+        raise GraphError(
+            f"dtype of {kind} is {short(dtype)} but random numbers are floats; cast them with .astype"
+        )
     attrs = {
         "shape": tuple(int(n) for n in shape),
-        "dtype": dtype,
+        "dtype": short(dtype),
         "batch_dim": batch_dim if len(shape) else None,
     }
     return emit_one(kind, step_key(), salt=current_trace().salt(), **attrs)
 
 
-def dropout(x: Any, rate: float, batch_dim: int | None = 0) -> Tensor:
+@checked_arguments()
+def dropout(x: Any, rate: Rate, batch_dim: Size | None = 0) -> Tensor:
     """x / (1 - rate) with probability 1 - rate, else 0. The gradient drops the same elements.
 
     Args:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from distgraph.errors import GraphError
+from distgraph.errors.arguments import Finite, check_argument, checked_arguments
 from distgraph.ir.dtypes import is_float, to_numpy
 from distgraph.ir.graph import Value
 from distgraph.ir.index_rule import Rule, make_rule, term_of
@@ -21,6 +22,10 @@ from distgraph.tracing.tensor import Tensor, emit_one
 Grads = Sequence[Tensor | None]
 
 
+Axes = int | Sequence[int] | None
+"""NumPy's `axis`: a dim, several, or None for all."""
+
+
 def dims_of(axis: Any, ndim: int) -> tuple[int, ...]:
     """NumPy's `axis` (None, a number, a sequence) as sorted dims. Raises GraphError when out of range."""
     return tuple(range(ndim)) if axis is None else tuple(sorted(dims_in_order(axis, ndim)))
@@ -28,6 +33,7 @@ def dims_of(axis: Any, ndim: int) -> tuple[int, ...]:
 
 def dims_in_order(axis: Any, ndim: int) -> tuple[int, ...]:
     """A number or a sequence of them as dims, in the order given. Raises GraphError when out of range."""
+    check_argument("the op", "axis", axis, int | Sequence[int])
     axes = (axis,) if isinstance(axis, (int, np.integer)) else tuple(axis)
     for d in axes:
         if not -ndim <= d < ndim:
@@ -237,7 +243,8 @@ define(
 )
 
 
-def reduce(kind: str, x: Any, axis: Any = None, keepdims: bool = False) -> Tensor:
+@checked_arguments()
+def reduce(kind: str, x: Any, axis: Axes = None, keepdims: bool = False) -> Tensor:
     """Reduction `kind` (sum, max, min, prod, any, all) over dims, all of them by default.
 
     Raises:
@@ -252,7 +259,8 @@ def reduce(kind: str, x: Any, axis: Any = None, keepdims: bool = False) -> Tenso
     return emit_one(f"reduce_{kind}", tensor, dims=dims, keepdims=bool(keepdims))
 
 
-def mean(x: Any, axis: Any = None, keepdims: bool = False) -> Tensor:
+@checked_arguments()
+def mean(x: Any, axis: Axes = None, keepdims: bool = False) -> Tensor:
     """Mean over dims; f16 and bf16 are summed in f32. Raises GraphError for integers and for no element."""
     (tensor,) = as_tensors(x)
     count = math.prod(tensor.shape[d] for d in dims_of(axis, tensor.ndim))
@@ -265,7 +273,8 @@ def mean(x: Any, axis: Any = None, keepdims: bool = False) -> Tensor:
     return (reduce("sum", tensor.astype("f32"), axis, keepdims) * (1.0 / count)).astype(tensor.dtype)
 
 
-def var(x: Any, axis: Any = None, keepdims: bool = False, correction: float = 0.0) -> Tensor:
+@checked_arguments()
+def var(x: Any, axis: Axes = None, keepdims: bool = False, correction: Finite = 0.0) -> Tensor:
     """Variance over dims: mean square distance from the mean, divided by n - correction."""
     (tensor,) = as_tensors(x)
     count = math.prod(tensor.shape[d] for d in dims_of(axis, tensor.ndim))
@@ -278,12 +287,14 @@ def var(x: Any, axis: Any = None, keepdims: bool = False, correction: float = 0.
     return result * (count / (count - correction))
 
 
-def std(x: Any, axis: Any = None, keepdims: bool = False, correction: float = 0.0) -> Tensor:
+@checked_arguments()
+def std(x: Any, axis: Axes = None, keepdims: bool = False, correction: Finite = 0.0) -> Tensor:
     """Standard deviation over dims."""
     return emit_one("sqrt", var(x, axis, keepdims, correction))
 
 
-def logsumexp(x: Any, axis: Any = None, keepdims: bool = False) -> Tensor:
+@checked_arguments()
+def logsumexp(x: Any, axis: Axes = None, keepdims: bool = False) -> Tensor:
     """log(sum(exp(x))) over dims, without overflow."""
     (tensor,) = as_tensors(x)
     top = emit_one("stop_gradient", reduce("max", tensor, axis, keepdims=True))
@@ -296,18 +307,21 @@ def logsumexp(x: Any, axis: Any = None, keepdims: bool = False) -> Tensor:
     )
 
 
-def norm(x: Any, axis: Any = None, keepdims: bool = False) -> Tensor:
+@checked_arguments()
+def norm(x: Any, axis: Axes = None, keepdims: bool = False) -> Tensor:
     """Euclidean norm over dims."""
     (tensor,) = as_tensors(x)
     return emit_one("sqrt", reduce("sum", emit_one("square", tensor), axis, keepdims))
 
 
+@checked_arguments()
 def cumsum(x: Any, axis: int) -> Tensor:
     """Running sum along a dim."""
     (tensor,) = as_tensors(x)
     return emit_one("cumsum", tensor, dim=dims_of(axis, tensor.ndim)[0])
 
 
+@checked_arguments()
 def cumprod(x: Any, axis: int) -> Tensor:
     """Running product along a dim."""
     (tensor,) = as_tensors(x)

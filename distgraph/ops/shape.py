@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from distgraph.errors import GraphError
+from distgraph.errors.arguments import Size, checked_arguments
 from distgraph.ir.graph import Op, Value
 from distgraph.ir.index_rule import Rule, make_rule, reshape_rule, term_of
 from distgraph.ir.op_registry import (
@@ -399,6 +400,7 @@ _define_move(
 # public functions of the ops above; composed ones are in distgraph.ops.manipulation
 
 
+@checked_arguments()
 def reshape(x: Any, shape: int | Sequence[int]) -> Tensor:
     """Same elements in row-major order; one length may be -1. Raises GraphError when the sizes differ."""
     (tensor,) = as_tensors(x)
@@ -415,6 +417,7 @@ def reshape(x: Any, shape: int | Sequence[int]) -> Tensor:
     return reshape_to(tensor, tuple(lengths))
 
 
+@checked_arguments()
 def transpose(x: Any, order: Sequence[int] | None = None) -> Tensor:
     """Dims in another order; reversed by default."""
     (tensor,) = as_tensors(x)
@@ -425,21 +428,24 @@ def transpose(x: Any, order: Sequence[int] | None = None) -> Tensor:
     return tensor if dims == tuple(range(tensor.ndim)) else emit_one("transpose", tensor, order=dims)
 
 
-def broadcast_to(x: Any, shape: Sequence[int]) -> Tensor:
+@checked_arguments()
+def broadcast_to(x: Any, shape: Sequence[Size]) -> Tensor:
     """Repeated along dims of length 1 and new leading dims."""
     (tensor,) = as_tensors(x)
     target = tuple(int(n) for n in shape)
     return tensor if tensor.shape == target else emit_one("broadcast_to", tensor, shape=target)
 
 
-def pad(x: Any, low: Sequence[int], high: Sequence[int], value: float = 0) -> Tensor:
+@checked_arguments()
+def pad(x: Any, low: Sequence[Size], high: Sequence[Size], value: float = 0) -> Tensor:
     """`low` elements of `value` before and `high` after each dim."""
     (tensor,) = as_tensors(x)
     sides = tuple(int(n) for n in low), tuple(int(n) for n in high)
     return emit_one("pad", tensor, low=sides[0], high=sides[1], interior=(0,) * tensor.ndim, value=value)
 
 
-def concat(tensors: Sequence[Any], axis: int = 0) -> Tensor:
+@checked_arguments()
+def concat(tensors: Iterable[Any] | Tensor, axis: int = 0) -> Tensor:
     """Tensors joined along a dim. Raises GraphError for none, two dtypes, or other lengths elsewhere."""
     parts = as_tensors(*tensors)
     if not parts:

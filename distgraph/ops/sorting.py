@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from distgraph.errors import GraphError
+from distgraph.errors.arguments import Count, checked_arguments
 from distgraph.ir.dtypes import is_float
 from distgraph.ir.graph import Op, Value
 from distgraph.ir.index_rule import Rule, make_rule, term_of
@@ -168,29 +169,34 @@ def _argument(kind: str, x: Any, axis: int | None, keepdims: bool) -> Tensor:
     )
 
 
+@checked_arguments()
 def argmax(x: Any, axis: int | None = None, keepdims: bool = False) -> Tensor:
     """Position of the first largest element along a dim, or in the flattened tensor."""
     return _argument("argmax", x, axis, keepdims)
 
 
+@checked_arguments()
 def argmin(x: Any, axis: int | None = None, keepdims: bool = False) -> Tensor:
     """Position of the first smallest element along a dim, or in the flattened tensor."""
     return _argument("argmin", x, axis, keepdims)
 
 
+@checked_arguments()
 def sort(x: Any, axis: int = -1) -> Tensor:
     """Smallest first along a dim."""
     (tensor,) = as_tensors(x)
     return emit_one("sort", tensor, dim=dims_of(axis, tensor.ndim)[0])
 
 
+@checked_arguments()
 def argsort(x: Any, axis: int = -1) -> Tensor:
     """Positions that sort a dim; equal elements keep their order."""
     (tensor,) = as_tensors(x)
     return emit_one("argsort", tensor, dim=dims_of(axis, tensor.ndim)[0])
 
 
-def top_k(x: Any, k: int) -> tuple[Tensor, Tensor]:
+@checked_arguments()
+def top_k(x: Any, k: Count) -> tuple[Tensor, Tensor]:
     """The k largest elements of the last dim, largest first, and their positions."""
     (tensor,) = as_tensors(x)
     values, indices = emit("top_k", tensor, k=int(k))

@@ -10,36 +10,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Annotated
 
-from distgraph.errors import GraphError
+from distgraph.errors.arguments import Bounds, NonNegative, checked_arguments
 
 Schedule = Callable[[int], float]
+Steps = Annotated[float, Bounds(least=1)]
 
 
-def constant(rate: float) -> Schedule:
+@checked_arguments()
+def constant(rate: NonNegative) -> Schedule:
     """The same rate at every step."""
     return lambda step: rate
 
 
-def linear(rate: float, steps: int, final: float = 0.0) -> Schedule:
+@checked_arguments()
+def linear(rate: NonNegative, steps: Steps, final: NonNegative = 0.0) -> Schedule:
     """From `rate` down (or up) to `final` in a straight line over `steps`, then `final`."""
-    _check(steps)
     return lambda step: rate + (final - rate) * min(step / steps, 1.0)
 
 
-def cosine(rate: float, steps: int, final: float = 0.0) -> Schedule:
+@checked_arguments()
+def cosine(rate: NonNegative, steps: Steps, final: NonNegative = 0.0) -> Schedule:
     """From `rate` to `final` along half a cosine over `steps` (Loshchilov and Hutter, 2017, eq. 5)."""
-    _check(steps)
     return lambda step: final + (rate - final) * 0.5 * (1 + math.cos(math.pi * min(step / steps, 1.0)))
 
 
-def warmup(after: Schedule | float, steps: int) -> Schedule:
+@checked_arguments()
+def warmup(after: Schedule | NonNegative, steps: Steps) -> Schedule:
     """A straight line up to the first rate of `after` over `steps`, then `after` from its start."""
-    _check(steps)
     follow = after if callable(after) else constant(after)
-    return lambda step: follow(0) * (step + 1) / steps if step < steps else follow(step - steps)
-
-
-def _check(steps: int) -> None:
-    if steps < 1:
-        raise GraphError(f"steps of a schedule is {steps} but must be at least 1")
+    return lambda step: follow(0) * (step + 1) / steps if step < steps else follow(step - math.ceil(steps))

@@ -13,16 +13,24 @@ parameter. Its states are f32 too. Gradients are widened once a step, after any 
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 
 from distgraph import ops
 from distgraph.errors import GraphError
+from distgraph.errors.arguments import (
+    NonNegative,
+    Positive,
+    Rate,
+    check_argument,
+    check_fields,
+    check_takes,
+    checked_arguments,
+)
 from distgraph.ir.dtypes import itemsize
 from distgraph.ir.graph import Op
 from distgraph.ir.mesh import ProcessMesh
@@ -44,18 +52,6 @@ def matrices_only(name: str, shape: tuple[int, ...]) -> bool:
     return len(shape) > 1
 
 
-class _Range(NamedTuple):
-    """Numbers that a setting may be, in words and as a predicate."""
-
-    text: str
-    holds: Callable[[float], bool]
-
-
-_NOT_NEGATIVE = _Range("a number of 0 or more", lambda number: 0 <= number < math.inf)
-_POSITIVE = _Range("a number above 0", lambda number: 0 < number < math.inf)
-_FRACTION = _Range("a number from 0 to below 1", lambda number: 0 <= number < 1)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimizer(ABC):
     """Base of all optimisers.
@@ -69,39 +65,22 @@ class Optimizer(ABC):
         master: dtype of the master copy of every narrower parameter; None for no master copies.
     """
 
-    lr: float | Schedule = field(default=1e-3, kw_only=False)
-    clip_norm: float | None = None
-    weight_decay: float = 0.0
+    lr: NonNegative | Schedule = field(default=1e-3, kw_only=False)
+    clip_norm: Positive | None = None
+    weight_decay: NonNegative = 0.0
     decays: Callable[[str, tuple[int, ...]], bool] = field(default=lambda name, shape: True)
     state_spec: StateSpec | None = None
-    master: str | None = None
-
-    ranges: ClassVar[Mapping[str, _Range]] = {}
-    """Field -> what its number must be."""
+    master: Literal["f32", "f64"] | None = None
 
     def __post_init__(self) -> None:
-        if self.master not in (None, "f32", "f64"):
-            raise GraphError(
-                f'master of {type(self).__name__} is {self.master!r} but must be "f32", "f64" or None'
-            )
-        if not callable(self.lr):
-            self._check("lr", self.lr, _NOT_NEGATIVE)
-        if self.clip_norm is not None:
-            self._check("clip_norm", self.clip_norm, _POSITIVE)
-        for name, allowed in {"weight_decay": _NOT_NEGATIVE, **self.ranges}.items():
-            self._check(name, getattr(self, name), allowed)
-        if not callable(self.decays):
-            raise GraphError(f"decays of {type(self).__name__} is {self.decays!r} but must be a function")
-        if not (self.state_spec is None or callable(self.state_spec)):
-            raise GraphError(
-                f"state_spec of {type(self).__name__} is {self.state_spec!r} but must be a function or None"
-            )
-
-    def _check(self, what: str, number: object, allowed: _Range) -> None:
-        """Raise GraphError unless a setting is a number that is allowed."""
-        is_number = isinstance(number, (int, float, np.number)) and not isinstance(number, bool)
-        if not is_number or not allowed.holds(float(number)):  # type: ignore[arg-type]
-            raise GraphError(f"{what} of {type(self).__name__} is {number!r} but must be {allowed.text}")
+        check_fields(self)
+        for name, function, count in (
+            ("lr", self.lr, 1),
+            ("decays", self.decays, 2),
+            ("state_spec", self.state_spec, 3),
+        ):
+            if callable(function):
+                check_takes(type(self).__name__, name, function, count)
 
     def learning_rate(self, step: int) -> float:
         """The rate after `step` finished steps.
@@ -114,7 +93,7 @@ class Optimizer(ABC):
         rate: Any = self.lr(step)
         if isinstance(rate, np.ndarray) and not rate.shape:
             rate = float(rate)
-        self._check(f"lr after step {step}", rate, _NOT_NEGATIVE)
+        check_argument(type(self).__name__, f"lr after step {step}", rate, NonNegative)
         return float(rate)
 
     def inputs(self, step: int, skipped: int = 0) -> dict[str, float]:
@@ -220,6 +199,7 @@ class _Slot:
             parameter_attr = DistAttr(mesh, ShardSpec.replicated(len(shape)), origin)
         attr = self.state_spec(self.name, shape, parameter_attr) if self.state_spec else None
         if attr is not None:
+            check_argument("an optimiser", f"state_spec({self.name!r}, ...)", attr, DistAttr)
             self.trace.annotate(state.value, attr)
         return state
 
@@ -240,9 +220,8 @@ class SGD(Optimizer):
         nesterov: step along g' + momentum * v instead (Sutskever et al., 2013).
     """
 
-    momentum: float = 0.0
+    momentum: Rate = 0.0
     nesterov: bool = False
-    ranges: ClassVar[Mapping[str, _Range]] = {"momentum": _FRACTION}
 
     def __post_init__(self) -> None:
         Optimizer.__post_init__(self)
@@ -271,11 +250,10 @@ class Adam(Optimizer):
         eps: added to the root of the second moment.
     """
 
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
+    beta1: Rate = 0.9
+    beta2: Rate = 0.999
+    eps: NonNegative = 1e-8
     decoupled: bool = field(default=False, init=False)
-    ranges: ClassVar[Mapping[str, _Range]] = {"beta1": _FRACTION, "beta2": _FRACTION, "eps": _NOT_NEGATIVE}
 
     def _apply(self, slot: _Slot, g: Tensor, lr: Tensor, step: Tensor) -> None:
         m, v = slot.state("adam_m"), slot.state("adam_v")
@@ -289,7 +267,7 @@ class Adam(Optimizer):
 class AdamW(Adam):
     """Adam with decoupled weight decay: p shrinks by lr * weight_decay (Loshchilov and Hutter, 2019)."""
 
-    weight_decay: float = 0.01
+    weight_decay: NonNegative = 0.01
     decoupled: bool = field(default=True, init=False)
 
 
@@ -306,10 +284,9 @@ class Adafactor(Optimizer):
         eps: added to squared gradients.
     """
 
-    decay: float = 0.8
-    clip: float = 1.0
-    eps: float = 1e-30
-    ranges: ClassVar[Mapping[str, _Range]] = {"decay": _NOT_NEGATIVE, "clip": _POSITIVE, "eps": _NOT_NEGATIVE}
+    decay: NonNegative = 0.8
+    clip: Positive = 1.0
+    eps: NonNegative = 1e-30
 
     def _apply(self, slot: _Slot, g: Tensor, lr: Tensor, step: Tensor) -> None:
         p = slot.p
@@ -346,14 +323,13 @@ def _rate(scalar: Tensor, like: Tensor) -> Tensor:
     return scalar if scalar.dtype == like.dtype else scalar.astype(like.dtype)
 
 
-def clip_by_global_norm(grads: Sequence[Tensor], limit: float) -> list[Tensor]:
+@checked_arguments()
+def clip_by_global_norm(grads: Sequence[Tensor], limit: Positive) -> list[Tensor]:
     """Gradients scaled by min(1, limit / norm) with the global norm of all of them (Pascanu et al., 2013).
 
     Raises:
         GraphError: the limit is not positive.
     """
-    if limit <= 0:
-        raise GraphError(f"clip norm is {limit} but must be positive")
     if not grads:
         return []
     total = None
@@ -370,6 +346,7 @@ def clip_by_global_norm(grads: Sequence[Tensor], limit: float) -> list[Tensor]:
     return [g * _rate(scale, g) for g in grads]
 
 
+@checked_arguments()
 def shard_states(mesh: ProcessMesh, axis: str) -> StateSpec:
     """Split every state over one axis of a mesh, in addition to the axes of its parameter, as in ZeRO.
 

@@ -12,8 +12,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
+import numpy as np
+
 from distgraph.errors import ShardingError
-from distgraph.ir.dtypes import check_count, is_integer
+from distgraph.errors.arguments import check_count, is_integer
 from distgraph.ir.range_notation import spans
 from distgraph.plan.capabilities import Capabilities
 from distgraph.plan.decisions import Decisions
@@ -90,7 +92,7 @@ class SearchConstraints:
                 f"zero of the search is {self.zero!r} but must be 0, 1 (states may be split), 2 (gradients "
                 f"too) or 3 (parameters too)"
             )
-        if not isinstance(self.uniform, bool):
+        if not isinstance(self.uniform, (bool, np.bool_)):
             raise ShardingError(f"uniform of the search is {self.uniform!r} but must be True or False")
         self._check_memory()
         self._check_layers()
@@ -269,14 +271,16 @@ def _recomputed(given: object) -> bool | str | tuple[int | str, ...] | None:
 
 def _layers(name: str, given: object, least: int) -> tuple[int, ...]:
     """Numbers of layers, ascending where they must be."""
-    numbers = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else None
+    numbers = (
+        tuple(given) if isinstance(given, (Sequence, np.ndarray)) and not isinstance(given, str) else None
+    )
     if numbers is None or not all(is_integer(n) and n >= least for n in numbers):
         raise ShardingError(
-            f"{name} of the search is {given!r} but must be numbers of layers from {least} up"
+            f"{name} is {given!r} but must be numbers of layers from {least} up"
             + (_RECOMPUTED if name == "recompute" else ", the first layer of each further stage")
         )
     if len(set(numbers)) < len(numbers) or (name == "borders" and list(numbers) != sorted(numbers)):
-        raise ShardingError(f"{name} of the search is {given!r} but must ascend, without a number twice")
+        raise ShardingError(f"{name} is {given!r} but must ascend, without a number twice")
     return tuple(int(n) for n in numbers)
 
 

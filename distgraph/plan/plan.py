@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from xxhash import xxh3_64_hexdigest
 
 from distgraph.errors import GraphError, ShardingError
+from distgraph.errors.arguments import checked_arguments
 from distgraph.ir.range_notation import fold, unfold
 from distgraph.ir.sharding_spec import ShardSpec
 from distgraph.plan.decisions import Decisions
@@ -109,9 +110,16 @@ class Plan(Decisions):
         """Every rank of every stage, ascending."""
         return tuple(sorted({rank for stage in self.stages for rank in stage.mesh.members}))
 
+    @checked_arguments()
     def stage_of(self, layer: int) -> int:
-        """Number of the stage that computes a layer."""
-        return next(i for i, stage in enumerate(self.stages) if stage.first <= layer < stage.last)
+        """Number of the stage that computes a layer. Raises GraphError when there is no such layer."""
+        for number, stage in enumerate(self.stages):
+            if stage.first <= layer < stage.last:
+                return number
+        raise GraphError(
+            f"layer {layer} is not in the plan of {self.program.name}, which has layers 0 to "
+            f"{self.stages[-1].last - 1}"
+        )
 
     @property
     def digest(self) -> str:
@@ -126,6 +134,7 @@ class Plan(Decisions):
 
     # Files
 
+    @checked_arguments()
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON; readers see the old file or the new one, never a part.
 
@@ -135,6 +144,7 @@ class Plan(Decisions):
         write_atomically(path, self.text(), GraphError)
 
     @classmethod
+    @checked_arguments()
     def load(cls, path: str | Path) -> Plan:
         """A plan from a file.
 
@@ -144,6 +154,7 @@ class Plan(Decisions):
         return cls(**read_fields(read_json(path, GraphError), str(path)))
 
     @classmethod
+    @checked_arguments()
     def parse(cls, text: str) -> Plan:
         """Inverse of `text`. Raises GraphError: as `load`."""
         return cls(**read_fields(parse_json(text, "plan", GraphError), "plan"))
@@ -152,6 +163,7 @@ class Plan(Decisions):
         """The plan as JSON; equal plans have equal text."""
         return dumps(document(self))
 
+    @checked_arguments()
     def export(self, framework: str) -> Export:
         """The plan in the terms of another framework: docs/planning/export.md.
 
@@ -221,6 +233,7 @@ class Plan(Decisions):
 
     # Questions
 
+    @checked_arguments()
     def explain(self, name: str) -> str:
         """What was chosen, what it costs, and what the runner-up would cost.
 
@@ -243,6 +256,7 @@ class Plan(Decisions):
         )
         return "\n".join([fact or name, *before, *decision_lines(self, decision)])
 
+    @checked_arguments()
     def instead(self, name: str) -> Plan:
         """The plan with the runner-up in place of a choice, and what goes with it; its forecast is not known.
 

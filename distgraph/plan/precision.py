@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from numbers import Real
+from typing import Annotated, Literal
 
 from distgraph.errors import ShardingError
-from distgraph.ir.dtypes import is_integer
+from distgraph.errors.arguments import Bounds, Count, check_fields
 
-HALVES = {"bf16": "bf16", "fp16": "f16"}
+Half = Literal["bf16", "fp16"]
+HALVES: dict[Half, str] = {"bf16": "bf16", "fp16": "f16"}
 """Name of a precision -> dtype in the graph."""
 
 
@@ -41,51 +42,22 @@ class MixedPrecision:
         'f16'
     """
 
-    dtype: str = field(default="bf16", kw_only=False)
+    dtype: Half = field(default="bf16", kw_only=False)
     allow: Sequence[str] = ()
     deny: Sequence[str] = ()
-    loss_scale: float = 65536.0
-    growth_interval: int = 2000
-    growth: float = 2.0
-    backoff: float = 0.5
+    loss_scale: Annotated[float, Bounds(least=1, most=2.0**126)] = 65536.0
+    growth_interval: Count = 2000
+    growth: Annotated[float, Bounds(least=1, most=2.0**16)] = 2.0
+    backoff: Annotated[float, Bounds(least=2.0**-16, below=1)] = 0.5
 
     def __post_init__(self) -> None:
-        if self.dtype not in HALVES:
-            raise ShardingError(
-                f"dtype of MixedPrecision is {self.dtype!r} but must be one of {', '.join(HALVES)}"
-            )
+        check_fields(self, ShardingError)
         for name in ("allow", "deny"):
-            value: object = getattr(self, name)
-            if isinstance(value, str) or not isinstance(value, Sequence) or not all(map(_is_text, value)):
-                raise ShardingError(
-                    f"{name} of MixedPrecision is {value!r} but must be a list of kinds of ops, such as "
-                    f'["attention"]'
-                )
-            object.__setattr__(self, name, tuple(value))
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         both = sorted(set(self.allow).intersection(self.deny))
         if both:
             raise ShardingError(
                 f"allow and deny of MixedPrecision both name {', '.join(both)}; leave each out of one of them"
-            )
-        self._check_scale()
-
-    def _check_scale(self) -> None:
-        for name, low, high in (
-            ("loss_scale", 1.0, 2.0**126),
-            ("growth", 1.0, 2.0**16),
-            ("backoff", 2.0**-16, 1.0),
-        ):
-            number: object = getattr(self, name)
-            fits = isinstance(number, Real) and low <= float(number) <= high
-            if not fits or number is True or (name == "backoff" and number == 1):
-                raise ShardingError(
-                    f"{name} of MixedPrecision is {number!r} but must be a number from {low:g} to {high:g}"
-                    f"{', less than 1' if name == 'backoff' else ''}"
-                )
-        if not is_integer(self.growth_interval) or self.growth_interval < 1:
-            raise ShardingError(
-                f"growth_interval of MixedPrecision is {self.growth_interval!r} but must be a number of "
-                "steps from 1 up"
             )
 
     @property
@@ -104,12 +76,8 @@ def precision_of(precision: object) -> MixedPrecision | None:
     if precision is None or isinstance(precision, MixedPrecision):
         return precision
     if isinstance(precision, str) and precision in HALVES:
-        return MixedPrecision(dtype=precision)
+        return MixedPrecision(precision)
     raise ShardingError(
         f"precision {precision!r} of Strategy does not exist; it is one of {', '.join(HALVES)}, a "
         "dg.MixedPrecision(...), or None for that of the model"
     )
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from numbers import Real
+from typing import Annotated
 
 from distgraph.errors import GraphError, ShardingError
-from distgraph.ir.dtypes import check_count, is_integer
-from distgraph.ir.mesh import ProcessMesh, check_mesh
+from distgraph.errors.arguments import Bounds, Count, check_fields
+from distgraph.ir.mesh import ProcessMesh
 from distgraph.plan.constraints import SEARCHED, SearchConstraints
 from distgraph.plan.decisions import Decisions
 from distgraph.plan.precision import MixedPrecision, precision_of
@@ -126,32 +127,33 @@ class Strategy:
     """
 
     mode: str = "semi"
-    micro_batches: int | None = None
+    micro_batches: Count | None = None
     schedule: str | None = None
-    stages: int | None = None
+    stages: Count | None = None
     borders: Sequence[int] | None = None
-    layers: int | None = None
+    layers: Count | None = None
     recompute: bool | str | Sequence[int | str] | None = None
     zero: int | None = None
     uniform: bool = False
     memory: str | float | None = None
-    devices: int | None = None
-    seconds: float | None = None
+    devices: Count | None = None
+    seconds: Annotated[float, Bounds(least=0, most=math.inf)] | None = None
     runtime: str | None = None
     mesh: ProcessMesh | None = None
     batch_axis: str | Sequence[str] | None = None
     refine: str = "conflicts"
-    refine_budget: int | None = None
+    refine_budget: Count | None = None
     device: str | None = None
     cuda_graphs: bool = False
     nonfinite: str = "raise"
-    verify_replicas: int | None = None
+    verify_replicas: Count | None = None
     passes: Sequence[str] = ()
     precision: str | MixedPrecision | None = None
     gradient_precision: str | None = None
     executor: str = "static"
 
     def __post_init__(self) -> None:
+        check_fields(self, ShardingError)
         if self.mode not in MODES:
             raise ShardingError(
                 f"mode {self.mode!r} of Strategy does not exist; the modes are {', '.join(MODES)}"
@@ -170,22 +172,11 @@ class Strategy:
                 )
         if self.refine_budget is not None:
             self._check_budget(self.refine_budget)
-        if self.micro_batches is not None:
-            check_count("micro_batches of Strategy", self.micro_batches, ShardingError)
         self._check_constraints()
-        every = self.verify_replicas
-        if every is not None and (not is_integer(every) or every < 1):
-            raise ShardingError(
-                f"verify_replicas of Strategy is {every!r} but must be a number of steps from 1 up, or None"
-            )
         self._check_zero()
         self._check_passes()
         self._check_precision()
-        if self.mesh is not None:
-            check_mesh("Strategy", self.mesh)
-        axes = (self.batch_axis,) if isinstance(self.batch_axis, str) else self.batch_axis
-        named = isinstance(axes, Sequence) and all(isinstance(axis, str) for axis in axes)
-        if axes is not None and not (named and axes):
+        if self.batch_axis is not None and not self.batch_axes:
             raise ShardingError(
                 f"batch_axis of Strategy is {self.batch_axis!r} but must be the name of an axis, or several"
             )
@@ -205,10 +196,6 @@ class Strategy:
         """Take the name of a schedule that is given as text, and the number of its micro-batches."""
         if self.schedule is None:
             return
-        if not isinstance(self.schedule, str):
-            raise ShardingError(
-                f"schedule of Strategy is {self.schedule!r} but must be a name, a text or a path"
-            )
         try:
             object.__setattr__(self, "schedule", given_schedule(self.schedule))
         except GraphError as error:
@@ -237,9 +224,6 @@ class Strategy:
 
     def _check_device(self) -> None:
         """The device of a strategy is for the ranks of its mesh that need none of a certain type."""
-        given: object = self.cuda_graphs
-        if not isinstance(given, bool):
-            raise ShardingError(f"cuda_graphs of Strategy is {given!r} but must be True or False")
         if self.device is None or self.mesh is None:
             return
         needed = {self.mesh.device_type_of(rank) for rank in self.mesh.members}
@@ -252,19 +236,18 @@ class Strategy:
     def _check_zero(self) -> None:
         if self.mode in SEARCHED or self.zero is None:
             return
-        if not is_integer(self.zero) or self.zero not in ZERO:
+        if self.zero not in ZERO:
             raise ShardingError(
                 f"zero of Strategy is {self.zero!r} but must be 0, 1 (states are split), 2 (gradients too) "
                 "or 3 (parameters too)"
             )
 
     def _check_passes(self) -> None:
-        given: object = self.passes
-        if isinstance(given, str) or not isinstance(given, Sequence) or not all(map(_is_change, given)):
+        if not all(map(_is_change, self.passes)):
             raise ShardingError(
-                f'passes of Strategy is {given!r} but must be a list of "name", "-name" and "name=other"'
+                f'passes of Strategy are {self.passes!r} but each must be "name", "-name" or "name=other"'
             )
-        object.__setattr__(self, "passes", tuple(given))
+        object.__setattr__(self, "passes", tuple(self.passes))
 
     def _check_precision(self) -> None:
         if self.mixed is not None and self.mode == "mesh2d":
@@ -284,7 +267,6 @@ class Strategy:
             )
 
     def _check_budget(self, budget: int) -> None:
-        check_count("refine_budget of Strategy", budget, ShardingError)
         if self.refine != "always":
             raise ShardingError(
                 f"refine_budget of Strategy is {budget} but refine is {self.refine!r}, which takes "
@@ -294,16 +276,6 @@ class Strategy:
     def _check_constraints(self) -> None:
         """Constraints make sense, and have a mode that keeps to them."""
         self.constraints.check_mode(self.mode, "Strategy")
-        seconds: object = self.seconds
-        if seconds is not None and (
-            isinstance(seconds, bool) or not isinstance(seconds, Real) or not float(seconds) >= 0
-        ):
-            raise ShardingError(f"seconds of Strategy is {seconds!r} but must be a number from 0 up")
-        runtime: object = self.runtime
-        if runtime is not None and not isinstance(runtime, str):
-            raise ShardingError(
-                f'runtime of Strategy is {runtime!r} but must be the name of one, such as "megatron"'
-            )
         for name in ("seconds", "runtime") if self.mode not in SEARCHED else ():
             if (value := getattr(self, name)) is not None:
                 raise ShardingError(

@@ -15,7 +15,10 @@ _RECOMPUTED: Mapping[str, bool | str] = {"all": True, "none": False, "auto": "au
 
 def _mesh(text: str) -> ProcessMesh:
     """A mesh of consecutive ranks from "dp:2,tp:4"."""
-    sizes = dict(part.split(":") for part in text.split(","))
+    pairs = [part.split(":") for part in text.split(",")]
+    sizes = dict(pairs)
+    if len(sizes) < len(pairs):
+        raise ValueError("an axis is there twice")
     return ProcessMesh.grid(**{axis: int(size) for axis, size in sizes.items()})
 
 

@@ -11,6 +11,7 @@ from types import EllipsisType
 from typing import Any
 
 from distgraph.errors import ShardingError
+from distgraph.errors.arguments import Count, check_argument, checked_arguments
 from distgraph.ir.graph import SOURCES
 from distgraph.ir.matmul_algorithm import ATTENTION, MatmulAlgorithm
 from distgraph.ir.mesh import ProcessMesh, check_mesh
@@ -60,6 +61,8 @@ def shard_tensor(
     """
     if mesh is None:
         return x
+    check_argument("shard_tensor", "partial", partial, str | Sequence[str], ShardingError)
+    check_argument("shard_tensor", "gradient", gradient, bool, ShardingError)
     where = caller()
     attr = _attr(mesh, dims, axes, (partial,) if isinstance(partial, str) else tuple(partial), where)
     if isinstance(x, Tensor):
@@ -90,6 +93,14 @@ def shard_tensor(
         )
     parameter.annotation = attr
     return x
+
+
+def _check_types(arguments: Mapping[str, Any]) -> None:
+    """Raises ShardingError where an argument of `shard_op` has another type than it must."""
+    number, text, specs = Count | None, str | None, Sequence[Any] | None
+    hints: dict[str, Any] = {"in_specs": specs, "slices": Count, "block": number}
+    for name, argument in arguments.items():
+        check_argument("shard_op", name, argument, hints.get(name, text), ShardingError)
 
 
 def _attr(
@@ -202,6 +213,7 @@ def shard_op(
     if mesh is None:
         return function
     options = {"dataflow": dataflow, "slices": slices, "block": block, "ring": ring}
+    _check_types({"in_specs": in_specs, "algorithm": algorithm, **options})
     options = {name: value for name, value in options.items() if value not in (None, 1)}
     if counts is not None or axes is not None or isinstance(mesh, EllipsisType):
         others = {"in_specs": in_specs, "out_specs": out_specs, "algorithm": algorithm, **options}
@@ -426,6 +438,7 @@ def _mirrored(x: Tensor) -> Tensor:
     return x
 
 
+@checked_arguments(ShardingError)
 def recompute(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function or module whose intermediate results are recomputed in the backward part, not stored.
 
@@ -444,11 +457,17 @@ def recompute(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def on(mesh: ProcessMesh | None) -> Iterator[None]:
-    """Ops inside are computed on `mesh`: one pipeline stage. None changes nothing."""
+    """Ops inside are computed on `mesh`: one pipeline stage. None changes nothing.
+
+    Raises:
+        ShardingError: it is no mesh.
+    """
+    check_argument("on", "mesh", mesh, ProcessMesh | None, ShardingError)
     with nullcontext() if mesh is None else Trace.current().on(mesh):
         yield
 
 
+@checked_arguments(ShardingError)
 def pipeline_boundary(x: Any, mesh: ProcessMesh | EllipsisType | None = ...) -> Any:
     """Mark the boundary between two pipeline stages: later ops run on `mesh` unless annotated otherwise.
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from distgraph.errors import ShardingError
-from distgraph.ir.dtypes import is_integer
+from distgraph.errors.arguments import is_integer
 from distgraph.ir.graph import SOURCES, Op
 from distgraph.ir.index_rule import Term
 from distgraph.ir.mesh import ProcessMesh

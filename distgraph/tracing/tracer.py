@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from distgraph.errors import GraphError, ShardingError
+from distgraph.errors.arguments import shown
 from distgraph.ir.dtypes import is_float, promote, short, to_numpy
 from distgraph.ir.graph import SOURCES, Graph, Op, Value
 from distgraph.ir.matmul_algorithm import MatmulAlgorithm
@@ -214,7 +215,16 @@ class Trace:
 
     def constant(self, data: Any, dtype: str | None = None) -> Tensor:
         """A constant from a number or a small array; equal ones are shared."""
-        array = np.asarray(data, dtype=None if dtype is None else to_numpy(short(dtype)))
+        try:
+            array = np.asarray(data, dtype=None if dtype is None else to_numpy(short(dtype)))
+        except OverflowError:
+            raise GraphError(
+                f"constant {shown(data)} does not fit in {short(dtype)}; use a number of its range, or cast"
+            ) from None
+        except ValueError as reason:
+            raise GraphError(
+                f"constant {shown(data)} is no array: {reason}; give lists of equal length"
+            ) from None
         if dtype is None and array.dtype == np.float64 and not isinstance(data, (np.ndarray, np.generic)):
             array = array.astype(np.float32)
         name = short(array.dtype)
@@ -341,13 +351,26 @@ def check_name(subject: str, name: Any) -> None:
 
 def caller() -> str:
     """file:line of the nearest frame outside distgraph."""
-    frame: Any = sys._getframe(1)
+    frame, _ = _user_frame()
+    return "" if frame is None else f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno}"
+
+
+def user_stack_level() -> int:
+    """The `stacklevel` with which a function warns at the nearest line outside distgraph."""
+    return _user_frame()[1]
+
+
+def _user_frame() -> tuple[Any, int]:
+    """The nearest frame outside distgraph, None where there is none, and its distance from the function that
+    asks one of the two above, whose own is 1."""
+    frame: Any = sys._getframe(2)
+    level = 1
     while frame is not None:
         path = frame.f_code.co_filename
         if not path.startswith(_INTERNAL) and not path.startswith("<"):
-            return f"{path.rsplit('/', 1)[-1]}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
+            break
+        frame, level = frame.f_back, level + 1
+    return frame, level
 
 
 def stable_hash(text: str) -> int:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 
 from distgraph.errors import InfeasibleError, ResourceError, ShardingError
+from distgraph.errors.arguments import Count, checked_arguments
 from distgraph.ir.dtypes import itemsize
 from distgraph.passes.matmul_algorithms.cluster_prices import (
     ClusterPrices,
@@ -63,11 +65,12 @@ class Mesh2dTuning:
         return "\n".join([f"{self.cluster}: {self.best}", "", *text_table(rows, left=2), *reasons])
 
 
+@checked_arguments(ShardingError)
 def tune_mesh2d(
-    layers: Mapping[str, tuple[int, int, int]],
-    cluster: Cluster | str,
+    layers: Mapping[str, tuple[Count, Count, Count]],
+    cluster: Cluster | str | Path,
     *,
-    devices: int | None = None,
+    devices: Count | None = None,
     dtype: str | None = None,
     algorithm: str = "meshslice",
     meshes: Sequence[Mesh] | None = None,
@@ -104,7 +107,7 @@ def tune_mesh2d(
         >>> tuning.seconds < tuning.rivals["collective"].seconds
         True
     """
-    loaded = load_cluster(cluster) if isinstance(cluster, str) else cluster
+    loaded = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
     count = len(loaded.devices) if devices is None else devices
     if count > len(loaded.devices):
         raise ResourceError(
@@ -112,10 +115,12 @@ def tune_mesh2d(
             f"most that many, or another cluster"
         )
     check_algorithm(algorithm, (1, max(count, 1)) if algorithm in ONE_AXIS else (1, 1))
-    dtype = dtype or _dtype(loaded)
+    dtype = _dtype(loaded) if dtype is None else dtype
     sizes = [_layer(name, size) for name, size in layers.items()]
     prices, rate = ClusterPrices(loaded, reconfigure=True), product_rate(loaded, dtype)
     shapes = _shapes(loaded, count) if meshes is None else list(meshes)
+    if meshes is not None and not shapes:
+        raise ShardingError("tune_mesh2d: meshes is empty; give shapes to choose among, or leave it out")
 
     def best(name: str) -> Tuning:
         given = None if name in ONE_AXIS or (name == "cannon" and meshes is None) else shapes

@@ -18,7 +18,6 @@ Three things are checked.
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from distgraph.errors import RuntimeFault
+from distgraph.errors.arguments import switch_of
 from distgraph.passes.partition import LocalOp, RankProgram
 from distgraph.runtime.program.codegen import Writer
 from distgraph.runtime.program.compiled_task import Arena, CompiledTask
@@ -47,10 +47,7 @@ def check_enabled() -> bool:
     Raises:
         RuntimeFault: DISTGRAPH_CHECK is neither 0 nor 1.
     """
-    text = os.environ.get(_VARIABLE, "")
-    if text not in ("", "0", "1"):
-        raise RuntimeFault(f"{_VARIABLE} is {text!r}, expected 1 to check buffers and messages, or 0")
-    return text == "1"
+    return switch_of(_VARIABLE, RuntimeFault)
 
 
 class BufferCheck:

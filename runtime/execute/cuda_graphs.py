@@ -17,8 +17,6 @@ ordinary run gives the right numbers.
 from __future__ import annotations
 
 import functools
-import linecache
-import re
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -26,6 +24,7 @@ from operator import is_
 from typing import Any
 
 from distgraph.runtime.program.captured_parts import Body
+from distgraph.runtime.program.task_compiler import op_of
 from distgraph.runtime.transport.transport import Array
 
 _REFUSALS = (RuntimeError, MemoryError)
@@ -68,7 +67,7 @@ class CudaGraphs:
     def refuse(self, task: str, error: Exception) -> None:
         """Warn that a part of a task is not captured, once for each op that is the cause."""
         what = f"task {task}"
-        if op := _op_of(error):
+        if op := op_of(error)[1]:
             what += f", {op}"
         if what not in self._warned:
             self._warned.add(what)
@@ -119,15 +118,3 @@ class CapturedPart:
             return
         self._captured[m] = graph, inputs
         graph.launch()
-
-
-def _op_of(error: BaseException) -> str:
-    """The op at whose line of a generated task an error was raised, as the comment of the line describes it;
-    "" outside of generated tasks."""
-    text, place = "", error.__traceback__
-    while place is not None:
-        name = place.tb_frame.f_code.co_filename
-        if name.startswith("<distgraph rank "):
-            text = linecache.getline(name, place.tb_lineno)
-        place = place.tb_next
-    return re.sub(r"\s+", " ", text.rpartition("# ")[2]).strip()

@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from distgraph.errors import RuntimeFault
+from distgraph.errors import OperandFault, RuntimeFault
 from distgraph.ir.dtypes import to_numpy
 from distgraph.ir.gc_pause import collector_paused
 from distgraph.ir.graph import Value
@@ -28,7 +28,7 @@ from distgraph.runtime.program.compiled_task import Arena, CompiledTask
 from distgraph.runtime.program.loop_plan import plan_loops
 from distgraph.runtime.program.loop_runner import build_loops
 from distgraph.runtime.program.memory_plan import plan_storage
-from distgraph.runtime.program.task_compiler import WriterType, compile_task
+from distgraph.runtime.program.task_compiler import WriterType, compile_task, op_of
 from distgraph.runtime.schedule.actor_group import ActorPlan
 from distgraph.runtime.schedule.task import UPDATES
 from distgraph.runtime.schedule.task_order import Schedule
@@ -47,7 +47,11 @@ _Runner = Callable[[str, int, Callable[[int], None]], None]
 
 
 def _run(name: str, micro: int, function: Callable[[int], None]) -> None:
-    function(micro)
+    try:
+        function(micro)
+    except OperandFault as error:
+        rank, op = op_of(error)
+        raise OperandFault(f"{rank}, op {op}: {error}") from error
 
 
 def _split_at_updates(order: _Order, program: RankProgram) -> tuple[_Order, _Order]:

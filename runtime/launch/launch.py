@@ -53,6 +53,9 @@ _SIGNAL_TEXTS: Final = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminate
 # Signals that end a supervisor while it starts. mpiexec gives their number as its exit code.
 _KILLING: Final = frozenset(signal.valid_signals()) - {signal.SIGHUP, signal.SIGINT}
 
+_MOST_PER_CORE: Final = 64
+"""Ranks that share a core at most: more only fill the memory."""
+
 
 def launch(
     n: int,
@@ -79,10 +82,15 @@ def launch(
         143 after SIGTERM, 129 after SIGHUP. A second signal kills all ranks at once.
 
     Raises:
-        RuntimeFault: n < 1, no such script, no mpiexec, or DISTGRAPH_TIMEOUT or DISTGRAPH_HEARTBEAT is no
-            positive number.
+        RuntimeFault: n < 1 or far more ranks than cores, no such script, no mpiexec, or DISTGRAPH_TIMEOUT or
+            DISTGRAPH_HEARTBEAT is no positive number.
     """
     settings = script_environment(n, argv, env)
+    most = _MOST_PER_CORE * (os.cpu_count() or 1)
+    if n > most:
+        raise RuntimeFault(
+            f"run: got {n} ranks but this machine takes {most} at most; give -n {most} or less"
+        )
     command = [
         find_mpiexec(),
         "-n",

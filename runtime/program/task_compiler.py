@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from distgraph.runtime.program.identifiers import commented
 from distgraph.runtime.program.storage import Storage
 from distgraph.runtime.transport.transport import Transport
 
+_FILE = "<distgraph rank"
 WriterType = Callable[[RankProgram, Storage, Arena, Transport | None, Any], Writer]
 
 
@@ -38,10 +40,23 @@ def compile_task(
     ):
         parts.append(f"def {names[suffix]}(m):\n" + "\n".join(lines))
     source = "\n\n\n".join(parts + writer.called) + "\n"
-    filename = f"<distgraph rank {program.rank} {commented(task.name)}>"
+    filename = f"{_FILE} {program.rank} {commented(task.name)}>"
     # tracebacks show the lines of the source
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
     exec(shared_code(program.parts, source, filename), writer.bound)
     last = writer.bound[names["last"]]
     post, body = writer.bound[names["post"]], writer.bound.get(names["body"], last)
     return CompiledTask(task.name, post, body, last, source, writer.bound)
+
+
+def op_of(error: BaseException) -> tuple[str, str]:
+    """The rank and task in whose source an error was raised, and the op as the comment of the line describes
+    it; empty outside of generated tasks."""
+    rank, op, place = "", "", error.__traceback__
+    while place is not None:
+        name = place.tb_frame.f_code.co_filename
+        if name.startswith(_FILE):
+            rank = name.removeprefix("<distgraph ").removesuffix(">")
+            op = linecache.getline(name, place.tb_lineno).rpartition("# ")[2]
+        place = place.tb_next
+    return rank, re.sub(r"\s+", " ", op).strip()

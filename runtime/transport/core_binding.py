@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from distgraph.errors import RuntimeFault
+from distgraph.errors.arguments import switch_of
+
 _PROCESS: Final = Path("/proc/self/cgroup")
 """The control groups of the process, in lines `number:controllers:path`."""
 _MOUNT: Final = Path("/sys/fs/cgroup")
@@ -71,7 +74,7 @@ class CoreBinding:
         """
         cores, ranks = sorted(self._cores[0]), len(self._cores)
         placed = any(cores_of_rank != self._cores[0] for cores_of_rank in self._cores)
-        if placed or os.environ.get("DISTGRAPH_BIND") == "0":
+        if placed or not switch_of("DISTGRAPH_BIND", RuntimeFault, default=True):
             return
         if device is None and (self.share == 1 or ranks % len(cores)):
             return

@@ -14,7 +14,6 @@ when the step ends.
 from __future__ import annotations
 
 import ctypes
-import os
 import platform
 import sys
 from functools import cache
@@ -23,6 +22,7 @@ from typing import Any, Final
 import numpy as np
 
 from distgraph.errors import RuntimeFault
+from distgraph.errors.arguments import switch_of
 
 _VARIABLE: Final = "DISTGRAPH_FLUSH_SUBNORMALS"
 _FLUSH: Final = 0x8040  # bits of the register MXCSR: results to zero, operands from zero
@@ -43,13 +43,6 @@ def _library() -> Any:
     return library
 
 
-def _is_enabled() -> bool:
-    text = os.environ.get(_VARIABLE, "")
-    if text not in ("", "0", "1"):
-        raise RuntimeFault(f"{_VARIABLE} is {text!r}, expected 1 for zero in place of them, or 0")
-    return text == "1"
-
-
 class FlushedToZero:
     """Context in which subnormal numbers are zero on the thread that enters it, if the user asks for it.
 
@@ -66,7 +59,7 @@ class FlushedToZero:
     __slots__ = ("_before", "_inside", "_library")
 
     def __init__(self) -> None:
-        self._library = _library() if _is_enabled() else None
+        self._library = _library() if switch_of(_VARIABLE, RuntimeFault) else None
         self._before, self._inside = (ctypes.c_uint32 * _WORDS)(), (ctypes.c_uint32 * _WORDS)()
         if self._library is not None:
             self._library.fegetenv(self._inside)

@@ -99,13 +99,33 @@ def test_plan_recomputes_what_memory_asks_for(files: dict[str, str]) -> None:
     assert "smallest memory that recomputation reaches" in " ".join(output.split())
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["plan", "--mode", "semi", "--seconds", "5"], "--seconds is 5 but mode 'semi' searches nothing"),
+        (["plan", "--strategy", "mesh=dp:2,dp:2"], "mesh"),
+        (["run", "-n", "99999999"], "got 99999999 ranks but this machine takes"),
+        (["run", "--restarts", "2"], "--restarts is given without --elastic"),
+        (["run", "--search-seconds", "2"], "--search-seconds is given without --elastic"),
+        (["run", "--launcher", "srun"], "--launcher is srun but no hosts are given"),
+    ],
+)
+def test_options_without_effect_are_refused(
+    planned: dict[str, str], options: list[str], message: str
+) -> None:
+    command, *rest = options
+    code, output = invoke(command, *rest, planned["train"])
+    assert code == 1, output
+    assert message in output
+
+
 def test_plan_writes_and_shows_the_plan(planned: dict[str, str]) -> None:
     plan = Plan.load(planned["plan"])
     assert plan.ranks == (0, 1, 2, 3)
     assert (plan.batch, plan.cluster, plan.search.mode) == (22, "boxes", "semi")
     assert plan.search.settings == {"mode": "semi", "seconds": 60.0}
     code, output = invoke(
-        "plan", planned["train"], "--cluster", planned["boxes"], "--mode", "semi", "--seconds", "5",
+        "plan", planned["train"], "--cluster", planned["boxes"], "--mode", "semi",
         "--explain", "first.weight", "--compare", planned["plan"],
     )  # fmt: skip
     assert code == 0, output

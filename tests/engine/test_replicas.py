@@ -89,6 +89,6 @@ def test_steps_between_comparisons(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("every", [0, -1, 1.5, "2", True])
 def test_option_is_checked(every: Any) -> None:
     with pytest.raises(
-        ShardingError, match=r"verify_replicas of Strategy is .* but must be a number of steps"
+        ShardingError, match=r"verify_replicas of Strategy is .* but must be an integer of at least 1"
     ):
         dg.Strategy(verify_replicas=every)

@@ -84,8 +84,8 @@ def test_weights_are_part_of_a_mesh() -> None:
     ("given", "said"),
     [
         ({"dp": (1, 2, 3)}, "must be 2 whole numbers"),
-        ({"dp": (1, 0)}, "must be 2 whole numbers from 1 up"),
-        ({"dp": (1, 0.5)}, "must be 2 whole numbers from 1 up"),
+        ({"dp": (1, 0)}, r"dp of weighted is \(1, 0\) but must be"),
+        ({"dp": (1, 0.5)}, r"dp of weighted is \(1, 0.5\) but must be"),
         ({"tp": (1, 2)}, "weights of axis 'tp', but the mesh has dp"),
     ],
 )

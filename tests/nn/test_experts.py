@@ -88,7 +88,7 @@ def test_tokens_are_sent_to_their_experts_and_back(top_k: int) -> None:
 def test_more_experts_a_token_than_there_are() -> None:
     with pytest.raises(GraphError, match=r"each token to 7 experts but has 6; take top_k from 1 to 6"):
         nn.MoE(4, 8, 6, top_k=7)
-    with pytest.raises(GraphError, match=r"capacity_factor of MoE is 0 but must be above 0"):
+    with pytest.raises(GraphError, match=r"capacity_factor of MoE is 0 but must be a number above 0"):
         nn.MoE(4, 8, 6, capacity_factor=0)
 
 

@@ -179,7 +179,7 @@ def test_warmup_reaches_the_first_rate_of_what_follows() -> None:
     rate = schedules.warmup(schedules.cosine(0.8, steps=6), steps=4)
     assert [rate(s) for s in range(5)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 0.8])
     assert rate(10) == pytest.approx(0.0)
-    with pytest.raises(GraphError, match="steps of a schedule is 0"):
+    with pytest.raises(GraphError, match="steps of warmup is 0"):
         schedules.warmup(0.1, 0)
 
 
@@ -242,7 +242,7 @@ def test_parameters_as_wide_as_the_master_have_no_copy(rng: np.random.Generator)
 
 
 def test_a_master_of_an_unknown_dtype_is_refused() -> None:
-    with pytest.raises(GraphError, match='master of AdamW is \'f16\' but must be "f32", "f64" or None'):
+    with pytest.raises(GraphError, match="master of AdamW is 'f16' but must be 'f32' or 'f64' or None"):
         optim.AdamW(master="f16")
 
 

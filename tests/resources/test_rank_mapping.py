@@ -244,12 +244,17 @@ def test_a_dtype_without_a_number():
 @pytest.mark.parametrize(
     ("ranks", "volume", "fields", "message"),
     [
-        (0, {}, {}, "a mapping needs at least 1 rank, got 0"),
+        (0, {}, {}, "ranks of map_ranks is 0 but must be an integer of at least 1"),
         (2, {(0, 2): 1.0}, {}, r"volume \(0, 2\): ranks go from 0 to 1"),
         (2, {(0, 1): -1.0}, {}, r"volume \(0, 1\): expected bytes, finite and not negative, got -1.0"),
         (2, {(0, 1): float("nan")}, {}, r"volume \(0, 1\): expected bytes, finite and not negative, got nan"),
         (2, {}, {"requirements": [Requirement()]}, "2 ranks but 1 requirements"),
-        (2, {}, {"objective": "beauty"}, 'objective beauty: unknown; use "bytes" or "seconds"'),
+        (
+            2,
+            {},
+            {"objective": "beauty"},
+            "objective of map_ranks is 'beauty' but must be",
+        ),
     ],
 )
 def test_questions_that_make_no_sense(ranks, volume, fields, message):

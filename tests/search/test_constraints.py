@@ -158,18 +158,18 @@ def test_annotated_programs_keep_constraints() -> None:
         ({"uniform": 1}, "uniform of the search is 1 but must be True or False"),
         ({"memory": 0}, 'memory of the search is 0 but must be a size such as "8 GiB", or bytes'),
         ({"memory": math.inf}, "memory of the search is inf but must be finite"),
-        ({"borders": (4, 2)}, r"borders of the search is \(4, 2\) but must ascend"),
+        ({"borders": (4, 2)}, r"borders is \(4, 2\) but must ascend"),
         (
             {"borders": (0,)},
-            r"borders of the search is \(0,\) but must be numbers of layers from 1 up, the fi",
+            r"borders is \(0,\) but must be numbers of layers from 1 up, the fi",
         ),
         (
             {"recompute": "all"},
-            "recompute of the search is 'all' but must be numbers of layers .* or True or",
+            "recompute is 'all' but must be numbers of layers .* or True or",
         ),
         (
             {"recompute": (1, 1)},
-            r"recompute of the search is \(1, 1\) but must ascend, without a number twice",
+            r"recompute is \(1, 1\) but must ascend, without a number twice",
         ),
         ({"borders": ()}, "borders of the search are empty but must be .* for one stage give stages=1"),
         ({"borders": (1, 2), "stages": 2}, "borders of the search are 1,2, which make 3 stages"),

@@ -56,7 +56,7 @@ def test_a_mesh_axis_reads_back_or_is_refused(name: str) -> None:
     assert parse_graph(print_graph(graph)) == graph
 
 
-@pytest.mark.parametrize("name", ["_", "a\u00b7b", "e\u0301", "", "a b", "1", 3], ids=ascii)
+@pytest.mark.parametrize("name", ["_", "a\u00b7b", "e\u0301", "", "a b", "1"], ids=ascii)
 def test_axes_that_no_text_reads_back_are_refused(name: Any) -> None:
     with pytest.raises(ShardingError, match="must be distinct identifiers of letters and digits"):
         ProcessMesh([0, 1], [name])

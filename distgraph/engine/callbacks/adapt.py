@@ -5,7 +5,6 @@ Rank 0 decides everything and shares what it has decided, so that all ranks take
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -25,7 +24,7 @@ from distgraph.engine.adaptive.slowed_cluster import slowed_cluster
 from distgraph.engine.callbacks.callback import Callback, Logs
 from distgraph.engine.callbacks.callback_checks import check_place
 from distgraph.errors import DistGraphError, RuntimeFault
-from distgraph.ir.dtypes import check_count
+from distgraph.errors.arguments import Count, Positive, Rate, Size, checked_arguments
 from distgraph.plan.plan import Plan
 from distgraph.runtime.job.adaptations import Adaptation
 from distgraph.runtime.job.job_files import ranks_of_job
@@ -83,6 +82,7 @@ class _Outcome:
     error: DistGraphError | None = None
 
 
+@checked_arguments(RuntimeFault)
 class Adapt(Callback):
     """Proposes a better plan when a machine becomes slower than planned, or as fast as before.
 
@@ -115,22 +115,15 @@ class Adapt(Callback):
 
     def __init__(
         self,
-        margin: float = 0.25,
-        every: int = 100,
-        steps: int = 5,
-        seconds: float = 30.0,
-        gain: float = 0.05,
-        restarts: int = 3,
-        cooldown: int | None = None,
+        margin: Positive = 0.25,
+        every: Count = 100,
+        steps: Count = 5,
+        seconds: Positive = 30.0,
+        gain: Rate = 0.05,
+        restarts: Size = 3,
+        cooldown: Size | None = None,
         path: str | Path = "adapted-plan.json",
     ) -> None:
-        _check_number("margin", margin, lambda number: 0 < number < math.inf, "a number above 0")
-        _check_number("seconds", seconds, lambda number: 0 < number < math.inf, "a number above 0")
-        _check_number("gain", gain, lambda number: 0 <= number < 1, "a number from 0 to below 1")
-        for name, count, least in (("every", every, 1), ("steps", steps, 1), ("restarts", restarts, 0)):
-            check_count(f"Adapt: {name}", count, RuntimeFault, least)
-        if cooldown is not None:
-            check_count("Adapt: cooldown", cooldown, RuntimeFault, 0)
         check_place("Adapt", path)
         self.margin, self.every, self.steps, self.seconds = margin, every, steps, seconds
         self.gain, self.restarts, self.path = gain, restarts, Path(path)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from distgraph.engine.callbacks.callback import Callback
-from distgraph.engine.validation import shown
 from distgraph.errors import RuntimeFault
 from distgraph.serialization.documents import shown_path
 
@@ -50,15 +48,3 @@ def check_monitor(who: str, name: str, engine: Engine) -> None:
         raise RuntimeFault(
             f"callback {who} watches {name!r} but an epoch measures {', '.join(measured)}; name one of these"
         )
-
-
-def check_callbacks(callbacks: Any) -> None:
-    """Check the callbacks that `fit` is given. Raises RuntimeFault: they are no list of callbacks."""
-    if not isinstance(callbacks, (list, tuple)):
-        raise RuntimeFault(f"callbacks is {shown(callbacks)} but must be a list of callbacks; put it in [ ]")
-    for position, callback in enumerate(callbacks):
-        if not isinstance(callback, Callback):
-            raise RuntimeFault(
-                f"callbacks[{position}] is {shown(callback)} but must be an object of a subclass of "
-                "distgraph.callbacks.Callback"
-            )

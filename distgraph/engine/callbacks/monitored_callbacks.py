@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Literal
 
 from distgraph.engine.callbacks.callback import Callback, Logs
 from distgraph.engine.callbacks.callback_checks import check_monitor, check_place
 from distgraph.errors import NonFiniteError, RuntimeFault
-from distgraph.ir.dtypes import check_count
+from distgraph.errors.arguments import Count, NonNegative, Size, checked_arguments
 from distgraph.serialization.path_template import PathTemplate
 
 if TYPE_CHECKING:
     from distgraph.engine import Engine
+
+Mode = Literal["min", "max"]
+"""What better means of a number."""
 
 
 def _monitored(logs: Logs, name: str) -> float:
@@ -28,11 +31,7 @@ def _monitored(logs: Logs, name: str) -> float:
 class _Best:
     """The best value so far of a number that is minimised or maximised."""
 
-    def __init__(self, who: str, mode: str, min_delta: Any = 0.0) -> None:
-        if mode not in ("min", "max"):
-            raise RuntimeFault(f'{who}: mode is {mode!r} but must be "min" or "max"')
-        if not isinstance(min_delta, (int, float)) or not 0 <= min_delta < math.inf:
-            raise RuntimeFault(f"{who}: min_delta is {min_delta!r} but must be a number from 0 up")
+    def __init__(self, mode: str, min_delta: float = 0.0) -> None:
         self.sign = 1.0 if mode == "min" else -1.0
         self.min_delta = min_delta
         self.value = math.inf
@@ -45,6 +44,7 @@ class _Best:
         return False
 
 
+@checked_arguments(RuntimeFault)
 class ModelCheckpoint(Callback):
     """Saves the engine.
 
@@ -73,20 +73,15 @@ class ModelCheckpoint(Callback):
     def __init__(
         self,
         path: str | Path,
-        every: int | None = None,
-        every_steps: int | None = None,
+        every: Count | None = None,
+        every_steps: Count | None = None,
         best: str | None = None,
-        mode: str = "min",
-        keep: int | None = None,
+        mode: Mode = "min",
+        keep: Count | None = None,
         asynchronous: bool = False,
     ) -> None:
         self.path = PathTemplate(path, "ModelCheckpoint")
         check_place("ModelCheckpoint", self.path.at(0, 0))
-        for name, number in (("every", every), ("every_steps", every_steps), ("keep", keep)):
-            if number is not None:
-                check_count(f"ModelCheckpoint: {name}", number, RuntimeFault)
-        if best is not None and not isinstance(best, str):
-            raise RuntimeFault(f'ModelCheckpoint: best is {best!r} but must be a name such as "valid_loss"')
         if every is not None and every_steps is not None:
             raise RuntimeFault(
                 f"ModelCheckpoint: every is {every} epochs but every_steps is {every_steps}; leave one out"
@@ -104,7 +99,7 @@ class ModelCheckpoint(Callback):
         self.every, self.every_steps, self.best, self.mode = every or 1, every_steps, best, mode
         self.keep = keep
         self.asynchronous = asynchronous
-        self._best = _Best("ModelCheckpoint", mode)
+        self._best = _Best(mode)
 
     def on_train_begin(self, engine: Engine, last_epoch: int) -> None:
         """See `Callback`. Raises RuntimeFault where nothing can be written, or nothing measures `best`."""
@@ -112,7 +107,7 @@ class ModelCheckpoint(Callback):
             check_monitor("ModelCheckpoint", self.best, engine)
         engine.checkpoints.reserve(self.path.at(engine.epoch, engine.step), lock=not self.path.fields)
         if self.best is not None and self.keep is None:
-            self._best = _Best("ModelCheckpoint", self.mode)
+            self._best = _Best(self.mode)
             number = engine.checkpoints.best(self.path, self.best, self.mode)
             if number is not None:
                 self._best.improves(number)
@@ -145,6 +140,7 @@ class ModelCheckpoint(Callback):
             engine.checkpoints.retain(self.path, path, self.keep, self.best, self.mode)
 
 
+@checked_arguments(RuntimeFault)
 class EarlyStopping(Callback):
     """Ends training when a number has not improved for some epochs.
 
@@ -156,15 +152,14 @@ class EarlyStopping(Callback):
     """
 
     def __init__(
-        self, monitor: str = "valid_loss", patience: int = 3, min_delta: float = 0.0, mode: str = "min"
+        self,
+        monitor: str = "valid_loss",
+        patience: Size = 3,
+        min_delta: NonNegative = 0.0,
+        mode: Mode = "min",
     ) -> None:
-        if not isinstance(monitor, str):
-            raise RuntimeFault(
-                f'EarlyStopping: monitor is {monitor!r} but must be a name such as "valid_loss"'
-            )
-        check_count("EarlyStopping: patience", patience, RuntimeFault, 0)
         self.monitor, self.patience = monitor, patience
-        self._best = _Best("EarlyStopping", mode, min_delta)
+        self._best = _Best(mode, min_delta)
         self.waited = 0
 
     def on_train_begin(self, engine: Engine, last_epoch: int) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from distgraph.engine.callbacks.callback import Callback, Logs
 from distgraph.engine.callbacks.callback_checks import check_place
 from distgraph.errors import RuntimeFault
-from distgraph.ir.dtypes import check_count
+from distgraph.errors.arguments import Count, Size, checked_arguments
 from distgraph.serialization.atomic_files import check_writable
 from distgraph.serialization.documents import shown_path
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from distgraph.engine import Engine
 
 
+@checked_arguments(RuntimeFault)
 class CSVLogger(Callback):
     """Writes the numbers of every epoch to a CSV file after the epoch. Rows are written atomically.
 
@@ -87,6 +88,7 @@ class CSVLogger(Callback):
             ) from None
 
 
+@checked_arguments(RuntimeFault)
 class Timeline(Callback):
     """Records when every task of some steps runs on every rank, and when ranks wait for each other.
 
@@ -99,9 +101,7 @@ class Timeline(Callback):
         steps: how many are recorded; the report shows the median one.
     """
 
-    def __init__(self, path: str | Path, after: int = 10, steps: int = 5) -> None:
-        check_count("Timeline: after", after, RuntimeFault, 0)
-        check_count("Timeline: steps", steps, RuntimeFault)
+    def __init__(self, path: str | Path, after: Size = 10, steps: Count = 5) -> None:
         check_place("Timeline", path)
         self.path, self.after, self.steps = Path(path), after, steps
         self._begin = -1  # step after which it begins
@@ -136,6 +136,7 @@ class Timeline(Callback):
             timeline.write(self.path)
 
 
+@checked_arguments(RuntimeFault)
 class TensorBoard(Callback):
     """Writes losses and metrics for TensorBoard; needs `tensorboardX` or PyTorch with tensorboard.
 

@@ -8,6 +8,7 @@ from distgraph.ir.graph import Graph
 from distgraph.passes.analysis.conflicts import conflicts
 from distgraph.passes.propagate_shardings import Lost
 from distgraph.runtime.execute.process_group import is_chief
+from distgraph.tracing.tracer import user_stack_level
 
 
 def warn_conflicts(completed: Graph) -> None:
@@ -26,7 +27,7 @@ def warn_conflicts(completed: Graph) -> None:
             f"{count} for a mesh axis; most bytes move at {costly[0]}\n"
             f"engine.plan.conflicts() reports every conflict with the cheapest change of annotation",
             UserWarning,
-            stacklevel=4,
+            stacklevel=user_stack_level(),
         )
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from distgraph.engine.compile.strategy_passes import complete_with
 from distgraph.errors import GraphError
+from distgraph.errors.arguments import checked_arguments
 from distgraph.ir.collective_registry import is_collective
 from distgraph.ir.collectives import collective_of
 from distgraph.ir.graph import Graph, Op, Value
@@ -129,6 +130,7 @@ class PlanView:
         """The grid of tasks over time, in which every task has the same length."""
         return str(self.build.schedule)
 
+    @checked_arguments()
     def explain(self, name: str) -> str:
         """The layout of a tensor, its origin, its readers, and the collectives that start from it.
 
@@ -191,6 +193,7 @@ class PlanView:
             raise GraphError(f"plan of {self.title}: it was not compiled by an engine; use Engine.plan")
         return self._portable()
 
+    @checked_arguments()
     def save(self, path: str | Path) -> None:
         """Write the plan as data (`portable`) to a file that `Engine(plan=path)` takes.
 
@@ -203,10 +206,12 @@ class PlanView:
         """The differences between `portable` and another plan. Raises GraphError, as `portable` does."""
         return self.portable.compare(other)
 
+    @checked_arguments()
     def instead(self, name: str) -> Plan:
         """`portable` with the runner-up of a decision. Raises GraphError, also as `portable` does."""
         return self.portable.instead(name)
 
+    @checked_arguments()
     def export(self, framework: str) -> Export:
         """The plan in the terms of "jax", "torch" or "megatron": docs/planning/export.md.
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from distgraph.errors import GraphError
+from distgraph.errors.arguments import checked_arguments
 from distgraph.ir.dtypes import is_float
 from distgraph.ir.graph import Op
 from distgraph.ir.reference_interpreter import run_op
@@ -129,6 +130,7 @@ def is_float_array(array: np.ndarray) -> bool:
     return array.dtype.kind not in "biu" and is_float(str(array.dtype.name).replace("float", "f"))
 
 
+@checked_arguments()
 @contextmanager
 def eager(seed: int = 0, *, training: bool = False, show: bool = False) -> Iterator[EagerTrace]:
     """Inside, a model computes its numbers at once: with `numpy.asarray`, `float` and `print` of any tensor.

@@ -14,6 +14,7 @@ from typing import Any
 
 from distgraph.engine.compile.training_spec import check_loss
 from distgraph.errors import GraphError
+from distgraph.errors.arguments import checked_arguments
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.passes.serial.backward import differentiate
 from distgraph.tracing.pytrees import leaves, map_leaves
@@ -72,6 +73,7 @@ def tracing_step(step: StepTrace) -> Iterator[StepTrace]:
         _STEP.reset(token)
 
 
+@checked_arguments()
 def value_and_grad(function: Callable[..., Any], has_aux: bool = False) -> Callable[..., Any]:
     """A function that returns the value of a loss and its gradient by the first argument.
 
@@ -115,6 +117,7 @@ def value_and_grad(function: Callable[..., Any], has_aux: bool = False) -> Calla
     return call
 
 
+@checked_arguments()
 def grad(function: Callable[..., Any], has_aux: bool = False) -> Callable[..., Any]:
     """As `value_and_grad`, without the value: the gradient, or with `has_aux` (gradient, further values)."""
     both = value_and_grad(function, has_aux)

@@ -20,7 +20,8 @@ from distgraph.engine.functional.step_spec import (
 )
 from distgraph.engine.parameter_store import assign_tensors, gather_tensors
 from distgraph.errors import GraphError, RuntimeFault, ShardingError
-from distgraph.ir.dtypes import check_count, is_integer, short
+from distgraph.errors.arguments import check_count, checked_arguments, is_integer
+from distgraph.ir.dtypes import short
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.nn import Buffer, Parameter
 from distgraph.plan.plan import Plan
@@ -269,6 +270,7 @@ def _tensors(state: Any, learned: set[str]) -> list[tuple[str, Parameter]]:
     return tensors
 
 
+@checked_arguments()
 def parallelize(
     function: Callable[[Any, Any], Any] | None = None,
     *,

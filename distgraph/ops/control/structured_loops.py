@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from distgraph.errors import GraphError
+from distgraph.errors.arguments import Count, Size, checked_arguments
 from distgraph.ir.graph import Graph, Op, Value
 from distgraph.ir.index_rule import Rule, make_rule
 from distgraph.ir.loops import CARRY, STACKED, TURN, Loop, check_body
@@ -147,11 +148,12 @@ for _kind, _kernel, _bodies in (
     )
 
 
+@checked_arguments()
 def scan(
     f: Callable[[Any, Any], tuple[Any, Any]],
     init: Any,
     xs: Any = None,
-    length: int | None = None,
+    length: Size | None = None,
     *,
     reverse: bool = False,
     recompute: bool = False,
@@ -262,13 +264,14 @@ def _hand_on(inner: LoopTrace, begin: Sequence[Tensor], end: Sequence[Tensor]) -
             inner.updates.append((old.value.name, (emit_one("identity", new) if moved else new).value))
 
 
+@checked_arguments()
 def while_loop(
     condition: Callable[..., Any],
     body: Callable[..., Any],
     state: Sequence[Any],
     fixed: Sequence[Any] = (),
     *,
-    turns: int = 1,
+    turns: Count = 1,
 ) -> tuple[Tensor, ...]:
     """Repeat `state = body(*state, *fixed)` while `condition(*state, *fixed)` holds. Not differentiable.
 
@@ -300,7 +303,7 @@ def while_attrs(
     trace: Trace,
     state: Sequence[Tensor],
     fixed: Sequence[Tensor],
-    turns: int = 1,
+    turns: Count = 1,
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Attributes of a while_loop, and the tensors that its graphs read from outside."""
     where, captured = caller(), dict[str, Tensor]()

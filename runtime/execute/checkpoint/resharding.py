@@ -5,7 +5,7 @@ The index is verified by its checksum and its schema when it is opened, a block 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from distgraph.runtime.execute.checkpoint.index import BlockEntry, Index, finger
 from distgraph.runtime.execute.checkpoint.shards import DamagedError, StoredBlock
 
 Slices = tuple[slice, ...]
+
+_MOST_NAMED = 4  # tensors of a damaged file that a message names
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,11 +181,11 @@ class Checkpoint:
                         problems.append(f"{path} is damaged: tensor {tensor}: {error}")
             self._compare(path, dict(blocks))
         except DamagedError as error:
-            problems.append(f"{path} is damaged: {error}")
+            problems.append(f"{path} is damaged: {error}; it has {_named(blocks)}")
         except OSError as error:
-            problems.append(f"{path} cannot be read: {error.strerror or error}")
+            problems.append(f"{path} cannot be read: {error.strerror or error}; it has {_named(blocks)}")
         except SafetensorError as error:
-            problems.append(f"{path} cannot be read: {error}")
+            problems.append(f"{path} cannot be read: {error}; it has {_named(blocks)}")
         return problems
 
     def _compare(self, path: Path, blocks: Mapping[str, BlockEntry]) -> None:
@@ -202,3 +204,13 @@ class Checkpoint:
         return RuntimeFault(
             f"checkpoint {self.path} is of another model: {difference}; load it into the model that wrote it"
         )
+
+
+def _named(blocks: Sequence[tuple[str, BlockEntry]]) -> str:
+    """The tensors of which a file has blocks, in words."""
+    names = [name for name, _ in blocks]
+    others = len(names) - _MOST_NAMED
+    text = ", ".join(names[:_MOST_NAMED])
+    return (
+        f"tensors {text} and {others} others" if others > 0 else f"tensors {text}" if names else "no tensor"
+    )

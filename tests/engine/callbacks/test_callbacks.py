@@ -212,7 +212,7 @@ def test_a_damaged_checkpoint_does_not_count(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         ({"path": ""}, 'path "" cannot be written: it is no path'),
-        ({"path": None}, "path is None but must be a text or a Path"),
+        ({"path": None}, "path of ModelCheckpoint is None but must be text or a path"),
         ({"path": "a-{epoch"}, "path 'a-{epoch' cannot be filled in: expected '}' before end of string"),
         ({"path": "a}b"}, "Single '}' encountered in format string; {epoch}"),
         ({"path": "{loss}"}, "it has {loss}; {epoch} and {step} are replaced"),
@@ -223,11 +223,11 @@ def test_a_damaged_checkpoint_does_not_count(tmp_path: Path) -> None:
         ({"path": "{step:999999999d}"}, "{step} takes a width such as 06d and nothing else"),
         ({"path": "{step:{epoch}}"}, "{step} takes a width such as 06d and nothing else"),
         ({"path": "{step:s}"}, "{step} takes a width such as 06d and nothing else"),
-        ({"every": 1.5}, "every is 1.5 but must be a number from 1 up"),
-        ({"every_steps": 0}, "every_steps is 0 but must be a number from 1 up"),
-        ({"keep": 0, "path": "{step}"}, "keep is 0 but must be a number from 1 up"),
+        ({"every": 1.5}, "every of ModelCheckpoint is 1.5 but must be an integer of at least 1"),
+        ({"every_steps": 0}, "every_steps of ModelCheckpoint is 0 but must be an integer"),
+        ({"keep": 0, "path": "{step}"}, "keep of ModelCheckpoint is 0 but must be an integer"),
         ({"keep": 2}, "keep is 2 but path 'x' is one directory; write {epoch} or {step} in it"),
-        ({"best": 3}, "best is 3 but must be a name"),
+        ({"best": 3}, "best of ModelCheckpoint is 3 but must be text"),
         ({"best": "loss", "every_steps": 3}, "measured once an epoch but every_steps is 3; leave out one"),
     ],
 )
@@ -319,9 +319,9 @@ def test_tensorboard_writes_every_step_and_epoch(monkeypatch: pytest.MonkeyPatch
 def test_watching_what_is_not_measured() -> None:
     with pytest.raises(RuntimeFault, match="watches 'valid_loss' but an epoch measures epoch, loss"):
         engine().fit(data(8), batch_size=8, callbacks=[EarlyStopping()], progress=False)
-    with pytest.raises(RuntimeFault, match='must be "min" or "max"'):
+    with pytest.raises(RuntimeFault, match="must be 'min' or 'max'"):
         EarlyStopping(mode="least")
-    with pytest.raises(RuntimeFault, match="every is 0 but must be a number from 1 up"):
+    with pytest.raises(RuntimeFault, match="every of ModelCheckpoint is 0 but must be an integer"):
         ModelCheckpoint("x", every=0)
 
 
@@ -412,13 +412,13 @@ def test_csv_with_other_columns_is_not_appended_to(tmp_path: Path) -> None:
     [
         (
             lambda: ModelCheckpoint("x", every="2"),
-            "ModelCheckpoint: every is '2' but must be a number from 1 up",
+            "every of ModelCheckpoint is '2' but must be an integer",
         ),
-        (lambda: ModelCheckpoint("x", every_steps=0), "ModelCheckpoint: every_steps is 0 but must be"),
-        (lambda: EarlyStopping(patience=-1), "EarlyStopping: patience is -1 but must be a number from 0 up"),
-        (lambda: EarlyStopping(min_delta=float("nan")), "EarlyStopping: min_delta is nan but must be"),
-        (lambda: Timeline("x", steps=0), "Timeline: steps is 0 but must be a number from 1 up"),
-        (lambda: Timeline("x", after=1.5), "Timeline: after is 1.5 but must be a number from 0 up"),
+        (lambda: ModelCheckpoint("x", every_steps=0), "every_steps of ModelCheckpoint is 0 but must be"),
+        (lambda: EarlyStopping(patience=-1), "patience of EarlyStopping is -1 but must be an integer"),
+        (lambda: EarlyStopping(min_delta=float("nan")), "min_delta of EarlyStopping is nan but must be"),
+        (lambda: Timeline("x", steps=0), "steps of Timeline is 0 but must be an integer"),
+        (lambda: Timeline("x", after=1.5), "after of Timeline is 1.5 but must be an integer"),
     ],
 )
 def test_options_that_make_no_sense(make: Any, message: str) -> None:

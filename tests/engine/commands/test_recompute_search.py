@@ -286,10 +286,10 @@ def test_a_layer_of_a_module_may_have_ops_of_the_modules_around_it() -> None:
         ),
         (
             {"recompute": "all"},
-            r"recompute of the search is 'all' but must be numbers of layers",
+            r"recompute is 'all' but must be numbers of layers",
         ),
-        ({"recompute": (1, 1)}, r"recompute of the search is \(1, 1\) but must ascend"),
-        ({"recompute": (True,)}, r"recompute of the search is \(True,\) but must be numbers"),
+        ({"recompute": (1, 1)}, r"recompute is \(1, 1\) but must ascend"),
+        ({"recompute": (True,)}, r"recompute of Strategy is \(True,\) but must be"),
         (
             {"mode": "auto", "recompute": ("blocks.0",)},
             r"module 'blocks.0' but mode 'auto' takes numbers",

@@ -258,10 +258,10 @@ def test_errors(given: dict[str, Any], message: str) -> None:
     ("given", "message"),
     [
         ({"dtype": "f16"}, "dtype of MixedPrecision is 'f16'"),
-        ({"deny": "softmax"}, "must be a list of kinds of ops"),
+        ({"deny": "softmax"}, "deny of MixedPrecision is 'softmax' but must be a list"),
         ({"allow": ["exp"], "deny": ["exp"]}, "both name exp"),
         ({"loss_scale": 0}, "loss_scale of MixedPrecision is 0"),
-        ({"backoff": 1}, "backoff of MixedPrecision is 1 .* less than 1"),
+        ({"backoff": 1}, "backoff of MixedPrecision is 1 .* below 1"),
         ({"growth_interval": 0}, "growth_interval of MixedPrecision is 0"),
     ],
 )

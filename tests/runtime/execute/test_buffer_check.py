@@ -126,7 +126,7 @@ def test_checked_run_gives_the_numbers_of_a_plain_one(layout: str, monkeypatch: 
 
 def test_other_values_of_the_switch_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DISTGRAPH_CHECK", "yes")
-    with pytest.raises(RuntimeFault, match="DISTGRAPH_CHECK is 'yes', expected 1"):
+    with pytest.raises(RuntimeFault, match="DISTGRAPH_CHECK is 'yes' but must be 0 or 1"):
         trained(1, "serial")
 
 

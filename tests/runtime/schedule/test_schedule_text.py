@@ -162,7 +162,7 @@ def test_a_table_that_does_not_fit_is_refused(lines: list[str], message: str) ->
             {"schedule": EAGER, "mode": "auto"},
             "table ahead for 2 stages and 3 micro-batches, but mode 'auto'",
         ),
-        ({"schedule": 3}, "schedule of Strategy is 3 but must be a name, a text or a path"),
+        ({"schedule": 3}, "schedule of Strategy is 3 but must be text or None"),
         (
             {"schedule": "no\0path"},
             "does not exist; the schedules are 1f1b.* or the path of a file|file with",

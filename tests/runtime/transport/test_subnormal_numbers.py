@@ -64,7 +64,7 @@ def test_steps_flush_subnormal_numbers_on_request(monkeypatch: pytest.MonkeyPatc
 
 def test_other_values_of_the_variable_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DISTGRAPH_FLUSH_SUBNORMALS", "yes")
-    with pytest.raises(RuntimeFault, match="FLUSH_SUBNORMALS is 'yes', expected 1"):
+    with pytest.raises(RuntimeFault, match="FLUSH_SUBNORMALS is 'yes' but must be 0 or 1"):
         FlushedToZero()
 
 

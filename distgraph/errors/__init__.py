@@ -31,6 +31,10 @@ class NonFiniteError(RuntimeFault):
     """The loss, a gradient, a parameter or a state is nan or infinite."""
 
 
+class OperandFault(RuntimeFault):
+    """The numbers of an operand do not fit the op that reads them; names the rank, the task and the op."""
+
+
 def installing(extra: str) -> str:
     """How to install an extra, for the end of a message.
 

@@ -1,0 +1,322 @@
+"""Checks of arguments by their annotations, at the public call that gets them.
+
+A wrong argument would otherwise be an exception inside of a library later, or have no effect. Annotations are
+read as users mean them: an `int` is an integer of Python or NumPy and no bool, a `float` any real number, a
+`Sequence` no text; `Any` and type variables take everything.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import os
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import numpy as np
+
+from distgraph.errors import DistGraphError, GraphError
+
+T = TypeVar("T")
+_MOST = 2**63 - 1  # of an integer of 64 bits
+_GREATEST = float(np.finfo(np.float64).max)
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Range of a number, for `Annotated`. Neither nan nor an infinite number is in any range.
+
+    Attributes:
+        least, most: the smallest and the greatest number.
+        above, below: numbers between which all are.
+    """
+
+    least: float = -_GREATEST
+    above: float | None = None
+    below: float | None = None
+    most: float = _GREATEST
+
+    def hold(self, number: Any) -> bool:
+        """Whether a number is in the range."""
+        number = number.item() if isinstance(number, np.generic) else number  # f32 cannot hold the bounds
+        return bool(
+            self.least <= number <= self.most
+            and (self.above is None or number > self.above)
+            and (self.below is None or number < self.below)
+        )
+
+    def __str__(self) -> str:
+        sides = (
+            f"of at least {self.least:g}" if self.least != -_GREATEST else "",
+            f"above {self.above:g}" if self.above is not None else "",
+            f"below {self.below:g}" if self.below is not None else "",
+            f"at most {self.most:g}" if self.most not in (_MOST, _GREATEST, math.inf) else "",
+        )
+        return " and ".join(filter(None, sides))
+
+
+Count = Annotated[int, Bounds(least=1, most=_MOST)]
+"""How many, one or more."""
+Size = Annotated[int, Bounds(least=0, most=_MOST)]
+"""How many, none allowed: the length of a dim, a number of layers."""
+Finite = Annotated[float, Bounds()]
+"""A number that is neither nan nor infinite."""
+Positive = Annotated[float, Bounds(above=0)]
+"""A finite number above 0."""
+NonNegative = Annotated[float, Bounds(least=0)]
+"""A finite number of at least 0."""
+Share = Annotated[float, Bounds(least=0, most=1)]
+"""A part of one."""
+Rate = Annotated[float, Bounds(least=0, below=1)]
+"""The share of something that is left out."""
+
+
+def is_integer(number: object) -> bool:
+    """Whether an object is a whole number of Python or NumPy, and no bool."""
+    return isinstance(number, (int, np.integer)) and not isinstance(number, bool)
+
+
+def check_count(subject: str, number: Any, error: type[DistGraphError], least: int = 1) -> None:
+    """Raise an error where a number is no whole number, or below the least."""
+    if not is_integer(number) or number < least:
+        raise error(f"{subject} is {number!r} but must be a number from {least} up")
+
+
+def shown(argument: Any) -> str:
+    """A wrong argument in words, for an error."""
+    if isinstance(argument, type):
+        return f"the class {argument.__name__}"
+    if isinstance(argument, int) and abs(argument) > _MOST:
+        return f"an integer beyond {_MOST}"
+    if argument is None or isinstance(argument, (str, int, float, np.number)):
+        text = repr(argument.item() if isinstance(argument, np.number) else argument)
+        return text if len(text) <= 80 else f"{text[:76]}...{text[0]}"
+    if isinstance(argument, (list, tuple)) and len(argument) <= 4:
+        items = ", ".join(map(shown, argument))
+        return f"[{items}]" if isinstance(argument, list) else f"({items}{',' * (len(argument) == 1)})"
+    article = "an" if type(argument).__name__[0].lower() in "aeiou" else "a"
+    return f"{article} {type(argument).__name__}"
+
+
+def check_takes(
+    subject: str,
+    name: str,
+    function: Callable[..., Any],
+    count: int,
+    error: type[DistGraphError] = GraphError,
+) -> None:
+    """Raise an error where a function cannot be called with a number of arguments."""
+    try:
+        inspect.signature(function).bind(*range(count))
+    except ValueError:  # some builtins have no signature; the call will tell
+        return
+    except TypeError:
+        given = f"{count} argument{'s' if count != 1 else ''}"
+        raise error(
+            f"{name} of {subject} is called with {given}, which it does not take; give it these"
+        ) from None
+
+
+def array_of(subject: str, value: Any, error: type[DistGraphError] = GraphError) -> np.ndarray:
+    """A value as an array. Raises an error where it is none, as a list whose rows differ in length."""
+    try:
+        return np.asarray(value)
+    except ValueError as reason:
+        raise error(f"{subject} is no array: {reason}; give an array, or lists of equal length") from None
+
+
+def switch_of(variable: str, error: type[DistGraphError], default: bool = False) -> bool:
+    """Whether an environment variable is 1; `default` where it is not set.
+
+    Raises:
+        error: it is neither 0 nor 1.
+    """
+    text = os.environ.get(variable, "")
+    if text not in ("", "0", "1"):
+        raise error(f"environment variable {variable} is {text!r} but must be 0 or 1; change or unset it")
+    return text == "1" if text else default
+
+
+def checked_arguments(error: type[DistGraphError] = GraphError) -> Callable[[T], T]:
+    """Decorator of a function, or of a class for its constructor: arguments have the types of annotations.
+
+    Args:
+        error: what a wrong argument raises.
+
+    Example:
+        >>> @checked_arguments()
+        ... def repeated(text: str, count: Count = 2) -> str:
+        ...     return text * count
+        >>> repeated("ab", 1.5)
+        Traceback (most recent call last):
+        distgraph.errors.GraphError: count of repeated is 1.5 but must be an integer of at least 1
+    """
+
+    def decorate(target: Any) -> Any:
+        if isinstance(target, type):
+            constructor: Any = target.__init__  # type: ignore[misc]
+            target.__init__ = _checked(constructor, target.__name__, error)  # type: ignore[misc]
+            return target
+        return _checked(target, target.__name__, error)
+
+    return decorate
+
+
+def check_argument(
+    subject: str, name: str, argument: Any, hint: Any, error: type[DistGraphError] = GraphError
+) -> None:
+    """Raise an error where an argument has not the type of an annotation."""
+    _raise_unless(_check(hint), subject, name, argument, error)
+
+
+def check_fields(instance: Any, error: type[DistGraphError] = GraphError) -> None:
+    """Raise an error where a field of a dataclass has not the type of its annotation; for `__post_init__`."""
+    kind: Any = type(instance)
+    checks = _checks_of_class(kind)
+    for field in fields(instance):
+        check = checks.get(field.name, _ANYTHING)
+        _raise_unless(check, kind.__name__, field.name, getattr(instance, field.name), error)
+
+
+def _checked(function: Any, subject: str, error: type[DistGraphError]) -> Any:
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    checks: dict[str, Check] = {}
+
+    @functools.wraps(function)
+    def checking(*args: Any, **kwargs: Any) -> Any:
+        if not checks:
+            checks.update(_checks_of(function))
+        for name, argument in (*zip(names, args, strict=False), *kwargs.items()):
+            check = checks.get(name)
+            if check is not None and not check.holds(argument):
+                _raise_unless(check, subject, name, argument, error)
+        return function(*args, **kwargs)
+
+    return checking
+
+
+def _raise_unless(check: Check, subject: str, name: str, argument: Any, error: type[DistGraphError]) -> None:
+    if not check.holds(argument):
+        raise error(f"{name} of {subject} is {shown(argument)} but must be {check.words}")
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """What an annotation asks of an argument: a predicate, and the words for it in an error."""
+
+    holds: Callable[[Any], bool]
+    words: str
+
+
+def _checks_of(owner: Any) -> dict[str, Check]:
+    """Name -> check of the annotations of a function, or of the fields that classes of distgraph declare."""
+    hints: dict[str, Any] = {}
+    if isinstance(owner, type):
+        for base in reversed(owner.__mro__):
+            if base.__module__.startswith("distgraph."):
+                hints |= typing.get_type_hints(base, include_extras=True)
+    else:
+        hints = typing.get_type_hints(owner, include_extras=True)
+    hints.pop("return", None)
+    checks = {name: _check(hint) for name, hint in hints.items()}
+    return {name: check for name, check in checks.items() if check is not _ANYTHING} or {"": _ANYTHING}
+
+
+@functools.cache
+def _checks_of_class(owner: type) -> dict[str, Check]:
+    return _checks_of(owner)
+
+
+_ANYTHING = Check(lambda _: True, "anything")
+_PLAIN = {
+    int: Check(is_integer, "an integer"),
+    float: Check(
+        lambda x: isinstance(x, (int, float, np.integer, np.floating)) and not isinstance(x, bool), "a number"
+    ),
+    bool: Check(lambda x: isinstance(x, (bool, np.bool_)), "True or False"),
+    str: Check(lambda x: isinstance(x, str), "text"),
+    Path: Check(lambda x: isinstance(x, os.PathLike), "a path"),
+    type(None): Check(lambda x: x is None, "None"),
+}
+
+
+@functools.cache
+def _check(hint: Any) -> Check:
+    """The check of an annotation."""
+    if hint is Any:
+        return _ANYTHING
+    if hint in _PLAIN:
+        return _PLAIN[hint]
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        return _bounded(_check(parts[0]), parts[1:])
+    if origin in (typing.Union, types.UnionType):
+        return _any_of([_check(part) for part in parts])
+    if origin is typing.Literal:
+        words = " or ".join(map(repr, parts))
+        return Check(lambda x: any(type(x) is type(part) and x == part for part in parts), words)
+    kind = origin or hint
+    if kind is Callable:
+        return Check(lambda x: callable(x) and not isinstance(x, type), "a function")
+    if kind is tuple and parts and parts[-1] is not Ellipsis:
+        return _fields([_check(part) for part in parts])
+    if kind in (Sequence, list, tuple):
+        return _items(_check(parts[0]) if parts else _ANYTHING)
+    if isinstance(kind, type) and issubclass(kind, Mapping):
+        return _mapping([_check(part) for part in parts] or [_ANYTHING] * 2)
+    if kind in (Iterable, AbstractSet):
+        return Check(lambda x: isinstance(x, kind) and not isinstance(x, (str, bytes)), "a collection")
+    if isinstance(kind, type) and kind is not object:
+        article = "an" if kind.__name__[0] in "AEIOU" else "a"
+        return Check(lambda x: isinstance(x, kind), f"{article} {kind.__name__}")
+    return _ANYTHING
+
+
+def _bounded(base: Check, bounds: Sequence[Any]) -> Check:
+    bounds = [bound for bound in bounds if isinstance(bound, Bounds)]
+    words = " and ".join(filter(None, (str(bound) for bound in bounds))) or "that is finite"
+    return Check(lambda x: base.holds(x) and all(bound.hold(x) for bound in bounds), f"{base.words} {words}")
+
+
+def _any_of(checks: Sequence[Check]) -> Check:
+    if _ANYTHING in checks:
+        return _ANYTHING
+    words = list(dict.fromkeys(check.words for check in checks))
+    text = " or ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else words[0]
+    return Check(lambda x: any(check.holds(x) for check in checks), text)
+
+
+def _is_sequence(argument: Any) -> bool:
+    if isinstance(argument, np.ndarray):
+        return argument.ndim > 0
+    return isinstance(argument, Sequence) and not isinstance(argument, (str, bytes, bytearray))
+
+
+def _items(item: Check) -> Check:
+    words = "a list" if item is _ANYTHING else f"a list (each item: {item.words})"
+    return Check(lambda x: _is_sequence(x) and all(map(item.holds, x)), words)
+
+
+def _fields(checks: Sequence[Check]) -> Check:
+    def holds(argument: Any) -> bool:
+        if not _is_sequence(argument) or len(argument) != len(checks):
+            return False
+        return all(check.holds(x) for check, x in zip(checks, argument, strict=True))
+
+    return Check(holds, f"a tuple of {', '.join(check.words for check in checks)}")
+
+
+def _mapping(checks: Sequence[Check]) -> Check:
+    def holds(argument: Any) -> bool:
+        return isinstance(argument, Mapping) and all(
+            checks[0].holds(key) and checks[1].holds(value) for key, value in argument.items()
+        )
+
+    words = "a dict" if checks[1] is _ANYTHING else f"a dict (each value: {checks[1].words})"
+    return Check(holds, words)
