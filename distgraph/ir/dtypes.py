@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from distgraph.errors import GraphError
+from distgraph.errors.arguments import shown
 
 _NUMPY: dict[str, np.dtype[Any]] = {
     "f64": np.dtype(np.float64),
@@ -50,8 +51,8 @@ def short(dtype: Any) -> str:
         if dtype is None:  # NumPy's default would be f64
             raise TypeError
         return _SHORT[np.dtype(dtype)]
-    except (KeyError, TypeError):
-        raise GraphError(f"dtype {dtype!r} is not supported; use one of {', '.join(NAMES)}") from None
+    except (KeyError, TypeError, ValueError):
+        raise GraphError(f"dtype {shown(dtype)} is not supported; use one of {', '.join(NAMES)}") from None
 
 
 def itemsize(name: str) -> int:

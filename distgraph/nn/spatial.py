@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 
 from distgraph import ops
-from distgraph.errors.arguments import Count, NonNegative, Share, checked_arguments
+from distgraph.errors import GraphError
+from distgraph.errors.arguments import Count, NonNegative, Share, checked_arguments, shown
 from distgraph.nn.initializers import Init, fan_in_uniform
 from distgraph.nn.module import Module
 from distgraph.nn.parameter import Buffer, Parameter
-from distgraph.ops.conv import Padding
+from distgraph.ops.conv import Padding, pairs_of
 from distgraph.tracing.tensor import Tensor
 
 
@@ -68,10 +69,16 @@ class _Pool2d(Module):
 
     def __init__(
         self,
-        window: Count | Sequence[Count],
-        stride: Count | Sequence[Count] | None = None,
+        window: Count | tuple[Count, Count],
+        stride: Count | tuple[Count, Count] | None = None,
         padding: Padding = 0,
     ) -> None:
+        sides, lengths = pairs_of(padding, 2), _pair(window)
+        if any(max(side) >= length for side, length in zip(sides, lengths, strict=False)):
+            raise GraphError(
+                f"padding of {type(self).__name__} is {shown(padding)} but windows are {lengths}; make it "
+                "shorter than a window"
+            )
         self.window, self.stride, self.padding = window, stride, padding
 
     def forward(self, x: Any) -> Tensor:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from distgraph.errors import GraphError
-from distgraph.errors.arguments import Count, Size, checked_arguments, shown
+from distgraph.errors.arguments import Count, Size, checked_arguments
 from distgraph.ir.graph import Op, Value
 from distgraph.ir.index_rule import Rule, bind
 from distgraph.ir.op_registry import (
@@ -417,7 +417,7 @@ Padding = Size | Sequence[Size | tuple[Size, Size]]
 """Zeros on each side: one number, one a dim, or a (low, high) pair a dim."""
 
 
-def _pairs(padding: int | Sequence[Any], count: int) -> tuple[tuple[int, int], ...]:
+def pairs_of(padding: int | Sequence[Any], count: int) -> tuple[tuple[int, int], ...]:
     """Padding as (low, high) a dim, from one number, one number a dim, or pairs."""
     values = (padding,) * count if isinstance(padding, (int, np.integer)) else tuple(padding)
     pairs = ((p, p) if isinstance(p, (int, np.integer)) else p for p in values)
@@ -448,7 +448,7 @@ def conv(
     count = max(0, tensors[0].ndim - 2)
     sides = {
         "stride": _each(stride, count),
-        "padding": _pairs(padding, count),
+        "padding": pairs_of(padding, count),
         "dilation": _each(dilation, count),
     }
     return emit_one("conv", *tensors, groups=int(groups), **sides)
@@ -480,9 +480,5 @@ def _pool(kind: str, x: Any, window: Any, stride: Any, padding: Any) -> Tensor:
     (tensor,) = as_tensors(x)
     count = max(0, tensor.ndim - 2)
     size = _each(window, count)
-    sides, cuts = _pairs(padding, count), size if stride is None else _each(stride, count)
-    if any(max(side) >= length for side, length in zip(sides, size, strict=False)):
-        raise GraphError(
-            f"padding of {kind} is {shown(padding)} but its windows are {size}; make it shorter than a window"
-        )
-    return emit_one(kind, tensor, padding=sides, window=size, stride=cuts)
+    sides = {"window": size, "stride": size if stride is None else _each(stride, count)}
+    return emit_one(kind, tensor, padding=pairs_of(padding, count), **sides)

@@ -219,8 +219,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a fraction as an integer": (lambda: dg.trace(lambda: ops.full((2,), 1.5, "i32")), "1.5 but i32 holds"),
     "windows of padding alone": (
-        lambda: dg.trace(lambda x: ops.max_pool(x, 2, padding=5), ((2, 3, 8, 8), "f32")),
-        r"padding of max_pool is 5 but its windows are \(2, 2\)",
+        lambda: nn.MaxPool2d(2, padding=(0, 5)),
+        r"padding of MaxPool2d is \(0, 5\) but windows are \(2, 2\)",
     ),
     "random integers": (
         lambda: dg.trace(lambda: ops.random_normal((2,), "i32")),

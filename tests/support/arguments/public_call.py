@@ -32,7 +32,14 @@ WRONG: dict[str, Any] = {
     "list of text": ["x"],
     "list of None": [None],
     "list of fractions": [1.5],
+    "nested list": [[1]],
+    "range": range(3),
+    "set": {1},
     "empty dict": {},
+    "dict of text": {"a": "b"},
+    "function": lambda *args, **kwargs: 0,
+    "complex": 1j,
+    "-10**30": -(10**30),
     "object": object(),
     "class": int,
     "array": np.zeros(3, "f4"),
@@ -73,7 +80,7 @@ class PublicCall:
 
     def _allows(self, argument: str, wrong: Any) -> bool:
         hint = self.hints().get(argument, Any)
-        return _fits(hint, wrong) or (isinstance(wrong, list) and _fits(hint, tuple(wrong)))
+        return _fits(hint, wrong) or (isinstance(wrong, (list, range)) and _fits(hint, tuple(wrong)))
 
     def hints(self) -> dict[str, Any]:
         """Annotations by name."""
