@@ -173,7 +173,7 @@ def tensordot(x: Any, y: Any, axes: int | Sequence[Sequence[int]] = 2) -> Tensor
     """Contraction over pairs of dims."""
     left, right = as_tensors(x, y)
     check_argument("tensordot", "axes", axes, Size | tuple[Axes, Axes])
-    if isinstance(axes, int):
+    if isinstance(axes, (int, np.integer)):
         if axes > builtins.min(left.ndim, right.ndim):
             raise GraphError(
                 f"axes of tensordot is {axes} but the tensors have {left.ndim} and {right.ndim} dims"
@@ -265,7 +265,7 @@ def full_like(x: Any, value: Any, dtype: Any = None) -> Tensor:
 def eye(rows: int, columns: int | None = None, k: int = 0, dtype: Any = "f32") -> Tensor:
     """Ones on the k-th diagonal."""
     shape = (rows, rows if columns is None else columns)
-    return ops.cast(ops.equal(ops.iota(shape, 0) + k, ops.iota(shape, 1)), dtype)
+    return ops.cast(ops.equal(ops.iota(shape, 0) + k, ops.iota(shape, 1)), "f32" if dtype is None else dtype)
 
 
 def linspace(
@@ -273,7 +273,7 @@ def linspace(
 ) -> Tensor:
     """Evenly spaced numbers."""
     step = (stop - start) / builtins.max(1, num - 1 if endpoint else num)
-    return ops.iota((num,), 0, dtype) * step + start
+    return ops.iota((num,), 0, "f32" if dtype is None else dtype) * step + start
 
 
 def result_type(*operands: Any) -> str:

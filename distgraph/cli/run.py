@@ -28,11 +28,11 @@ from distgraph.runtime.launch.hosts import Host
 from distgraph.runtime.launch.launch import launch
 
 ELASTIC = typer.Option("--elastic", help="Go on with the ranks that are left when some are lost.")
-RESTARTS = typer.Option("--restarts", help="With --elastic: how often the job is started again after a loss.")
+RESTARTS = typer.Option("--restarts", help="With --elastic: most starts after losses; 3 by default.")
 SEARCH_SECONDS = typer.Option(
-    "--search-seconds", help="With --elastic: limit of a search for the ranks that are left."
+    "--search-seconds", help="With --elastic: limit of a search for the ranks that are left; 60 by default."
 )
-LAUNCHER = typer.Option("--launcher", help="What starts ranks on several hosts: mpiexec or srun.")
+LAUNCHER = typer.Option("--launcher", help="What starts ranks on several hosts: mpiexec (default) or srun.")
 
 
 def run(

@@ -18,7 +18,7 @@ from distgraph.engine.data import POSITION, Batch, whole
 from distgraph.engine.executable import Compiled
 from distgraph.engine.session import Session
 from distgraph.errors import GraphError
-from distgraph.errors.arguments import Bounds, Count, NonNegative, check_argument, check_fields, is_integer
+from distgraph.errors.arguments import Bounds, Count, NonNegative, check_argument, check_fields
 from distgraph.ir.dtypes import to_numpy
 
 CHUNK = 64
@@ -216,7 +216,3 @@ def _positions(session: Session, length: int | None, needed: int) -> tuple[int, 
             "that takes whole numbers"
         )
     return length or longest, to_numpy(dtype)
-
-
-def _is_number(value: object) -> bool:
-    return is_integer(value) or (isinstance(value, (float, np.floating)) and bool(np.isfinite(value)))

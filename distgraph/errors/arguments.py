@@ -30,11 +30,11 @@ _GREATEST = float(np.finfo(np.float64).max)
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Range of a number, for `Annotated`. Neither nan nor an infinite number is in any range.
+    """Range of a number, for `Annotated`. It never contains nan, and an infinite number only where `most` is.
 
     Attributes:
-        least, most: the smallest and the greatest number.
-        above, below: numbers between which all are.
+        least, most: the smallest and the greatest number, inclusive.
+        above, below: exclusive limits.
     """
 
     least: float = -_GREATEST
@@ -53,12 +53,16 @@ class Bounds:
 
     def __str__(self) -> str:
         sides = (
-            f"of at least {self.least:g}" if self.least != -_GREATEST else "",
+            f"of at least {_in_full(self.least)}" if self.least != -_GREATEST else "",
             f"above {self.above:g}" if self.above is not None else "",
             f"below {self.below:g}" if self.below is not None else "",
-            f"at most {self.most:g}" if self.most not in (_MOST, _GREATEST, math.inf) else "",
+            f"at most {_in_full(self.most)}" if self.most not in (_MOST, _GREATEST, math.inf) else "",
         )
         return " and ".join(filter(None, sides))
+
+
+def _in_full(number: float) -> str:
+    return str(number) if isinstance(number, int) else f"{number:g}"
 
 
 Count = Annotated[int, Bounds(least=1, most=_MOST)]
@@ -82,6 +86,12 @@ def is_integer(number: object) -> bool:
     return isinstance(number, (int, np.integer)) and not isinstance(number, bool)
 
 
+def is_number(number: object) -> bool:
+    """Whether an object is a real number of Python, NumPy or ml_dtypes, and no bool."""
+    value = number.item() if isinstance(number, np.generic) else number
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def check_count(subject: str, number: Any, error: type[DistGraphError], least: int = 1) -> None:
     """Raise an error where a number is no whole number, or below the least."""
     if not is_integer(number) or number < least:
@@ -93,13 +103,15 @@ def shown(argument: Any) -> str:
     if isinstance(argument, type):
         return f"the class {argument.__name__}"
     if isinstance(argument, int) and abs(argument) > _MOST:
-        return f"an integer beyond {_MOST}"
+        return f"an integer {'beyond' if argument > 0 else 'below -'}{' ' * (argument > 0)}{_MOST}"
     if argument is None or isinstance(argument, (str, int, float, np.number)):
         text = repr(argument.item() if isinstance(argument, np.number) else argument)
         return text if len(text) <= 80 else f"{text[:76]}...{text[0]}"
     if isinstance(argument, (list, tuple)) and len(argument) <= 4:
         items = ", ".join(map(shown, argument))
         return f"[{items}]" if isinstance(argument, list) else f"({items}{',' * (len(argument) == 1)})"
+    if isinstance(argument, np.ndarray):
+        return f"an array of shape {argument.shape}"
     article = "an" if type(argument).__name__[0].lower() in "aeiou" else "a"
     return f"{article} {type(argument).__name__}"
 
@@ -118,9 +130,7 @@ def check_takes(
         return
     except TypeError:
         given = f"{count} argument{'s' if count != 1 else ''}"
-        raise error(
-            f"{name} of {subject} is called with {given}, which it does not take; give it these"
-        ) from None
+        raise error(f"{name} of {subject} is called with {given} but does not take them; add them") from None
 
 
 def array_of(subject: str, value: Any, error: type[DistGraphError] = GraphError) -> np.ndarray:
@@ -185,8 +195,10 @@ def check_fields(instance: Any, error: type[DistGraphError] = GraphError) -> Non
 
 
 def _checked(function: Any, subject: str, error: type[DistGraphError]) -> Any:
-    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    code = inspect.unwrap(function).__code__
+    names = code.co_varnames[: code.co_argcount]
     checks: dict[str, Check] = {}
+    is_constructor = function.__name__ == "__init__"
 
     @functools.wraps(function)
     def checking(*args: Any, **kwargs: Any) -> Any:
@@ -195,7 +207,8 @@ def _checked(function: Any, subject: str, error: type[DistGraphError]) -> Any:
         for name, argument in (*zip(names, args, strict=False), *kwargs.items()):
             check = checks.get(name)
             if check is not None and not check.holds(argument):
-                _raise_unless(check, subject, name, argument, error)
+                owner = type(args[0]).__name__ if is_constructor else subject
+                _raise_unless(check, owner, name, argument, error)
         return function(*args, **kwargs)
 
     return checking
@@ -236,12 +249,10 @@ def _checks_of_class(owner: type) -> dict[str, Check]:
 _ANYTHING = Check(lambda _: True, "anything")
 _PLAIN = {
     int: Check(is_integer, "an integer"),
-    float: Check(
-        lambda x: isinstance(x, (int, float, np.integer, np.floating)) and not isinstance(x, bool), "a number"
-    ),
+    float: Check(is_number, "a number"),
     bool: Check(lambda x: isinstance(x, (bool, np.bool_)), "True or False"),
     str: Check(lambda x: isinstance(x, str), "text"),
-    Path: Check(lambda x: isinstance(x, os.PathLike), "a path"),
+    Path: Check(lambda x: isinstance(x, Path), "a path"),
     type(None): Check(lambda x: x is None, "None"),
 }
 
@@ -259,7 +270,7 @@ def _check(hint: Any) -> Check:
     if origin in (typing.Union, types.UnionType):
         return _any_of([_check(part) for part in parts])
     if origin is typing.Literal:
-        words = " or ".join(map(repr, parts))
+        words = _listed([repr(part) for part in parts])
         return Check(lambda x: any(type(x) is type(part) and x == part for part in parts), words)
     kind = origin or hint
     if kind is Callable:
@@ -280,16 +291,20 @@ def _check(hint: Any) -> Check:
 
 def _bounded(base: Check, bounds: Sequence[Any]) -> Check:
     bounds = [bound for bound in bounds if isinstance(bound, Bounds)]
-    words = " and ".join(filter(None, (str(bound) for bound in bounds))) or "that is finite"
-    return Check(lambda x: base.holds(x) and all(bound.hold(x) for bound in bounds), f"{base.words} {words}")
+    limits = " and ".join(filter(None, map(str, bounds)))
+    words = f"{base.words} {limits}" if limits else base.words.replace("a ", "a finite ", 1)
+    return Check(lambda x: base.holds(x) and all(bound.hold(x) for bound in bounds), words)
 
 
 def _any_of(checks: Sequence[Check]) -> Check:
     if _ANYTHING in checks:
         return _ANYTHING
     words = list(dict.fromkeys(check.words for check in checks))
-    text = " or ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else words[0]
-    return Check(lambda x: any(check.holds(x) for check in checks), text)
+    return Check(lambda x: any(check.holds(x) for check in checks), _listed(words))
+
+
+def _listed(words: Sequence[str]) -> str:
+    return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 
 def _is_sequence(argument: Any) -> bool:

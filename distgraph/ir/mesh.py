@@ -16,6 +16,7 @@ from distgraph.errors.arguments import Count, Size, check_argument, checked_argu
 
 _WORD = re.compile(r"\w+")  # an identifier may also have marks, which no text form reads back
 _MOST_RANKS = 2**31
+_AXES, _WEIGHTS = str | Iterable[str], Mapping[str, Sequence[int]]
 
 
 class ProcessMesh:
@@ -69,9 +70,11 @@ class ProcessMesh:
         device_type: str | Sequence[str] | Mapping[int, str] | None = None,
         memory: float | str | None = None,
     ) -> None:
-        check_argument("ProcessMesh", "axes", axes, str | Sequence[str], ShardingError)
-        check_argument("ProcessMesh", "weights", weights, Mapping[str, Sequence[int]] | None, ShardingError)
-        check_argument("ProcessMesh", "memory", memory, float | str | None, ShardingError)
+        check_argument("ProcessMesh", "axes", axes, _AXES, ShardingError)
+        if weights is not None:
+            check_argument("ProcessMesh", "weights", weights, _WEIGHTS, ShardingError)
+        if memory is not None:
+            check_argument("ProcessMesh", "memory", memory, float | str, ShardingError)
         array = _rank_array(ranks)
         names = (axes,) if isinstance(axes, str) else tuple(axes)
         if array.ndim != len(names):

@@ -56,7 +56,8 @@ class ShardSpec:
         Raises:
             ShardingError: an axis repeats, or what is given is no list of axes.
         """
-        check_argument("ShardSpec", "partial", partial, Mapping[str, str] | None, ShardingError)
+        if partial is not None:
+            check_argument("ShardSpec", "partial", partial, Mapping[str, str], ShardingError)
         check_argument("ShardSpec", "where", where, str, ShardingError)
         who = f"{where}: " if where else ""
         entries: object = dims

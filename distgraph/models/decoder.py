@@ -46,7 +46,7 @@ class CausalAttention(Placed):
         bias: bool = True,
         dropout: Rate = 0.0,
         rotary: Positive | None = None,
-        dtype: str = "f32",
+        dtype: Any = "f32",
     ) -> None:
         groups = heads if key_heads is None else key_heads
         if width % heads or heads % groups:
@@ -190,7 +190,7 @@ class Decoder(Stack):
         tied: bool = False,
         head_bias: bool = False,
         dropout: Rate = 0.0,
-        dtype: str = "f32",
+        dtype: Any = "f32",
     ) -> None:
         self.tokens = Embedding(vocabulary, width, NORMAL, dtype)
         self.positions = Parameter((positions, width), dtype, NORMAL) if positions else None

@@ -39,7 +39,7 @@ class GPTConfig:
     packed: bool = False
     fused: bool = True
     dropout: Rate = 0.0
-    dtype: str = "f32"
+    dtype: Any = "f32"
 
     def __post_init__(self) -> None:
         check_fields(self)

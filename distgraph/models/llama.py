@@ -40,7 +40,7 @@ class LlamaConfig:
     packed: bool = False
     fused: bool = True
     dropout: Rate = 0.0
-    dtype: str = "f32"
+    dtype: Any = "f32"
 
     def __post_init__(self) -> None:
         check_fields(self)

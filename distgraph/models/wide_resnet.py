@@ -36,7 +36,7 @@ class WideResNetConfig:
     blocks: tuple[Count, ...] = BLOCKS[50]
     image: Count = 224
     classes: Count = 1024
-    dtype: str = "f32"
+    dtype: Any = "f32"
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -231,13 +231,13 @@ def full(shape: Size | Sequence[Size], value: float | bool, dtype: Any = None) -
 @checked_arguments()
 def zeros(shape: Size | Sequence[Size], dtype: Any = "f32") -> Tensor:
     """Zeros."""
-    return full(shape, 0, short(dtype))
+    return full(shape, 0, "f32" if dtype is None else dtype)
 
 
 @checked_arguments()
 def ones(shape: Size | Sequence[Size], dtype: Any = "f32") -> Tensor:
     """Ones."""
-    return full(shape, 1, short(dtype))
+    return full(shape, 1, "f32" if dtype is None else dtype)
 
 
 @checked_arguments()

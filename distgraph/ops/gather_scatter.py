@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from distgraph.errors import GraphError, OperandFault
-from distgraph.errors.arguments import Count, checked_arguments
+from distgraph.errors.arguments import Size, checked_arguments
 from distgraph.ir.dtypes import is_float, short, to_numpy
 from distgraph.ir.graph import Value
 from distgraph.ir.index_rule import Rule, make_rule, term_of
@@ -462,7 +462,7 @@ def scatter_add(x: Any, ids: Any, updates: Any) -> Tensor:
 
 
 @checked_arguments()
-def one_hot(ids: Any, classes: Count, dtype: Any = "f32", outside: str = "error") -> Tensor:
+def one_hot(ids: Any, classes: Size, dtype: Any = "f32", outside: str = "error") -> Tensor:
     """1 where the new last dim equals the position, else 0.
 
     Args:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from distgraph.errors import GraphError
-from distgraph.errors.arguments import Count, Size, check_argument, checked_arguments
+from distgraph.errors.arguments import Count, Size, checked_arguments, shown
 from distgraph.ir.dtypes import is_float
 from distgraph.ops.contraction import as_tensors, reshape_to
 from distgraph.ops.gather_scatter import take
@@ -138,13 +138,19 @@ def squeeze(x: Any, axis: int | Sequence[int] | None = None) -> Tensor:
 
 def _check_slice(part: slice, tensor: Tensor) -> None:
     for name in ("start", "stop", "step"):
-        check_argument(f"a slice of {tensor.value.type}", name, getattr(part, name), int | None)
-    if part.step == 0:
+        end = getattr(part, name)
+        try:
+            operator.index(0 if end is None else end)
+        except TypeError:
+            raise GraphError(
+                f"{name} of a slice of {tensor.value.type} is {shown(end)} but must be an integer or None"
+            ) from None
+    if part.step is not None and part.step == 0:
         raise GraphError(f"step of a slice of {tensor.value.type} is 0 but must be another number")
 
 
 @checked_arguments()
-def split(x: Any, sections: Count | Sequence[Size], axis: int = 0) -> list[Tensor]:
+def split(x: Any, sections: Count | Sequence[int], axis: int = 0) -> list[Tensor]:
     """Parts along a dim: a number of equal ones, or cut before each position of a sequence."""
     (tensor,) = as_tensors(x)
     (dim,) = dims_of(axis, tensor.ndim)

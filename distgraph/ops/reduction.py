@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from distgraph.errors import GraphError
-from distgraph.errors.arguments import Finite, check_argument, checked_arguments
+from distgraph.errors.arguments import Finite, check_argument, checked_arguments, is_integer
 from distgraph.ir.dtypes import is_float, to_numpy
 from distgraph.ir.graph import Value
 from distgraph.ir.index_rule import Rule, make_rule, term_of
@@ -24,6 +24,7 @@ Grads = Sequence[Tensor | None]
 
 Axes = int | Sequence[int] | None
 """NumPy's `axis`: a dim, several, or None for all."""
+_DIMS = int | Sequence[int]
 
 
 def dims_of(axis: Any, ndim: int) -> tuple[int, ...]:
@@ -33,8 +34,11 @@ def dims_of(axis: Any, ndim: int) -> tuple[int, ...]:
 
 def dims_in_order(axis: Any, ndim: int) -> tuple[int, ...]:
     """A number or a sequence of them as dims, in the order given. Raises GraphError when out of range."""
-    check_argument("the op", "axis", axis, int | Sequence[int])
-    axes = (axis,) if isinstance(axis, (int, np.integer)) else tuple(axis)
+    if is_integer(axis):
+        axes: tuple[Any, ...] = (axis,)
+    else:
+        check_argument("a tensor function", "axis", axis, _DIMS)
+        axes = tuple(axis)
     for d in axes:
         if not -ndim <= d < ndim:
             raise GraphError(f"axis {d} is out of range for a tensor of {ndim} dims")

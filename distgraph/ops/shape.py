@@ -437,7 +437,7 @@ def broadcast_to(x: Any, shape: Sequence[Size]) -> Tensor:
 
 
 @checked_arguments()
-def pad(x: Any, low: Sequence[Size], high: Sequence[Size], value: float = 0) -> Tensor:
+def pad(x: Any, low: Sequence[Size], high: Sequence[Size], value: float | bool = 0) -> Tensor:
     """`low` elements of `value` before and `high` after each dim."""
     (tensor,) = as_tensors(x)
     sides = tuple(int(n) for n in low), tuple(int(n) for n in high)

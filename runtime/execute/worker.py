@@ -47,11 +47,7 @@ _Runner = Callable[[str, int, Callable[[int], None]], None]
 
 
 def _run(name: str, micro: int, function: Callable[[int], None]) -> None:
-    try:
-        function(micro)
-    except OperandFault as error:
-        rank, op = op_of(error)
-        raise OperandFault(f"{rank}, op {op}: {error}") from error
+    function(micro)
 
 
 def _split_at_updates(order: _Order, program: RankProgram) -> tuple[_Order, _Order]:
@@ -297,7 +293,11 @@ class Worker:
         """Run a task for one micro-batch, and copy the outputs that it makes for each."""
         arena, task = self.arena, self.tasks[name]
         last = m == self.program.graph.micro_batches - 1 or name in self._once
-        run(name, m, task.last if last else task.body)
+        try:
+            run(name, m, task.last if last else task.body)
+        except OperandFault as error:
+            rank, op = op_of(error)
+            raise (OperandFault(f"{rank}, op {op}: {error}") if op else error) from error
         for label, value in self._per_micro:
             if self._home.get(value.name) == name:
                 started = (self._started_by.get(value.name, ""), m)

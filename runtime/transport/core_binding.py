@@ -74,7 +74,7 @@ class CoreBinding:
         """
         cores, ranks = sorted(self._cores[0]), len(self._cores)
         placed = any(cores_of_rank != self._cores[0] for cores_of_rank in self._cores)
-        if placed or not switch_of("DISTGRAPH_BIND", RuntimeFault, default=True):
+        if not switch_of("DISTGRAPH_BIND", RuntimeFault, default=True) or placed:
             return
         if device is None and (self.share == 1 or ranks % len(cores)):
             return

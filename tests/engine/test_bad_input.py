@@ -457,3 +457,11 @@ def test_checkpoints_of_a_model_gone_nan_are_not_written(tmp_path: Path) -> None
     with pytest.raises(RuntimeFault, match=r"loss is nan in step 3 \(epoch 1"):
         train(fit_epochs=3, fit_callbacks=[Poison(), ModelCheckpoint(tmp_path)])
     assert np.isfinite(Checkpoint.open(tmp_path).read("weight")).all()
+
+
+def test_an_id_out_of_range_is_reported_with_its_op_while_steps_are_recorded() -> None:
+    engine = dg.Engine(IDS, nn.CrossEntropy(), optim.SGD(lr=0.1))
+    engine.prepare((Y, Y))
+    engine.start_recording()
+    with pytest.raises(RuntimeFault, match=r"rank 0 forward\.s0, op %0 embedding .*: position 10 is outside"):
+        engine.run((Y + 8, Y))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import ml_dtypes
 import numpy as np
 import pytest
 from support.arguments.annotation_calls import annotation_calls, cluster_calls, mesh_calls
@@ -112,7 +113,7 @@ def checked(
         ({"count": 0}, "count of checked is 0 but must be an integer of at least 1"),
         ({"count": True}, "count of checked is True but must be an integer"),
         ({"count": 10**30}, "count of checked is an integer beyond 9223372036854775807"),
-        ({"count": 1, "share": float("nan")}, "share of checked is nan but must be a number that is finite"),
+        ({"count": 1, "share": float("nan")}, "share of checked is nan but must be a finite number"),
         (
             {"count": 1, "names": "abc"},
             "'abc' but must be a list \\(each item: text\\) or None",
@@ -155,6 +156,15 @@ def traced(function: Callable[[Any], Any]) -> Callable[[], Any]:
 
 
 LEGAL: dict[str, Callable[[], Any]] = {
+    "a mask that is padded": lambda: dg.trace(lambda m: ops.pad(m, (1,), (1,), False), ((3,), "bool")),
+    "no dtype": lambda: dg.trace(lambda: dg.numpy.eye(3, dtype=None) + dg.numpy.zeros((3, 3), dtype=None)),
+    "no classes": lambda: dg.trace(lambda ids: ops.one_hot(ids, 0), ((3,), "i32")),
+    "a cut from the end": traced(lambda x: ops.split(x, [-1], 1)),
+    "a slice from an array": traced(lambda x: x[np.asarray(1) :]),
+    "dims of NumPy": traced(lambda x: dg.numpy.tensordot(x, x, axes=np.int64(0))),
+    "a number of ml_dtypes": lambda: dg.trace(lambda: ops.full((2,), ml_dtypes.bfloat16(1.5), "bf16")),
+    "a dtype of NumPy": lambda: models.GPTConfig(hidden=4, layers=1, heads=1, dtype=np.float32),
+    "axes of a dict": lambda: dg.ProcessMesh([0, 1], {"tp": 2}.keys()),
     "tensors of a generator": traced(lambda x: ops.concat(x for _ in range(2))),
     "a tensor as its rows": traced(ops.stack),
     "whole steps as a float": lambda: schedules.cosine(0.1, steps=1e3)(3),
@@ -188,6 +198,10 @@ def test_fields_of_a_subclass_elsewhere_are_its_own_matter() -> None:
 
 
 MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
+    "a seed by its place": (lambda: dg.eager("x"), "seed of eager is 'x' but must be an integer"),
+    "a graph by its place": (lambda: dg.complete("g"), "graph of complete is 'g' but must be a Graph"),
+    "a window as text": (lambda: nn.MaxPool2d("a"), "window of MaxPool2d is 'a' but"),
+    "a number below all": (lambda: nn.Linear(-(10**30), 2), "is an integer below -9223372036854775807"),
     "one name for two inputs": (
         lambda: dg.trace(lambda a, b: a - b, X, X, names=["x1"]),
         "several inputs named 'x1'",
@@ -203,7 +217,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: dg.resources.Requirement(memory="q"),
         "memory of Requirement is 'q' but must be a number",
     ),
-    "a rate that takes no step": (lambda: optim.SGD(lr=lambda: 1), "lr of SGD is called with 1 argument,"),
+    "a rate that takes no step": (lambda: optim.SGD(lr=lambda: 1), "lr of SGD is called with 1 argument but"),
     "a decay of one argument": (lambda: optim.SGD(decays=lambda n: True), "decays of SGD is called with 2"),
     "lists of two lengths": (
         lambda: nn.Parameter((2, 2)).assign([[1], [1, 2]]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from distgraph import ops
 from distgraph.frontends.torch.rule_registry import aten
 from distgraph.frontends.torch.torch_dtypes import short_dtype
+from distgraph.ir.dtypes import is_float
 
 
 def _dtype(dtype: Any, value: Any = 0.0) -> str:
@@ -24,12 +26,18 @@ def _dtype(dtype: Any, value: Any = 0.0) -> str:
 def _full(*args: Any, dtype: Any = None, **options: Any) -> Any:
     *like, size, value = args
     name = like[0].dtype if like and dtype is None else _dtype(dtype, value)
-    return ops.full(tuple(size), value, name)
+    return ops.full(tuple(size), _truncated(value, name), name)
+
+
+def _truncated(value: Any, dtype: str) -> Any:
+    """A number as torch stores it in a dtype: integers are cut at the point."""
+    return int(value) if isinstance(value, float) and math.isfinite(value) and not is_float(dtype) else value
 
 
 @aten("full_like.default")
 def _full_like(x: Any, value: Any, dtype: Any = None, **options: Any) -> Any:
-    return ops.full(x.shape, value, x.dtype if dtype is None else short_dtype(dtype))
+    name = x.dtype if dtype is None else short_dtype(dtype)
+    return ops.full(x.shape, _truncated(value, name), name)
 
 
 def _filled(value: int, sized: Sequence[str], like: Sequence[str], new: Sequence[str]) -> None:
@@ -59,7 +67,8 @@ _filled(1, ("ones.default",), ("ones_like.default",), ("new_ones.default",))
 
 @aten("scalar_tensor.default")
 def _scalar(value: Any, dtype: Any = None, **options: Any) -> Any:
-    return ops.full((), value, _dtype(dtype, value))
+    name = _dtype(dtype, value)
+    return ops.full((), _truncated(value, name), name)
 
 
 @aten("arange.default", "arange.start", "arange.start_step")
