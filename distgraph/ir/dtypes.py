@@ -52,7 +52,8 @@ def short(dtype: Any) -> str:
             raise TypeError
         return _SHORT[np.dtype(dtype)]
     except (KeyError, TypeError, ValueError):
-        raise GraphError(f"dtype {shown(dtype)} is not supported; use one of {', '.join(NAMES)}") from None
+        text = str(dtype) if isinstance(dtype, np.dtype) else shown(dtype)
+        raise GraphError(f"dtype {text} is not supported; use one of {', '.join(NAMES)}") from None
 
 
 def itemsize(name: str) -> int:
