@@ -117,6 +117,8 @@ def _check_metrics(metrics: Any) -> None:
     if isinstance(metrics, (str, Module)) or not isinstance(metrics, (Mapping, Sequence)):
         raise GraphError(f"metrics is {shown(metrics)} but must be a list or a dict of functions")
     for name, metric in metrics.items() if isinstance(metrics, Mapping) else enumerate(metrics):
+        if isinstance(metrics, Mapping) and not (isinstance(name, str) and name):
+            raise GraphError(f"name of a metric is {shown(name)} but must be a text of a sign or more")
         example = (
             f'such as {{"accuracy": {_ACCURACY}}}' if isinstance(metric, str) else "(output, target) -> mean"
         )

@@ -14,12 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xxhash import xxh3_64_hexdigest
 
-from distgraph.errors import GraphError, ShardingError
+from distgraph.errors import GraphError, RuntimeFault, ShardingError, installing
 from distgraph.errors.arguments import checked_arguments
 from distgraph.ir.range_notation import fold, unfold
 from distgraph.ir.sharding_spec import ShardSpec
@@ -206,7 +207,9 @@ class Plan(Decisions):
             GraphError, ShardingError: the plan cannot be applied to the model; the message names the tensor
                 or module and why. Nothing was run.
             ResourceError: there are not as many processes as ranks of the plan.
+            RuntimeFault: torch is not installed.
         """
+        _require("torch", "apply_to_torch")
         from distgraph.plan.apply.torch_application import apply_to_torch  # noqa: PLC0415 (imports torch)
 
         return apply_to_torch(self, module, optimizer, device_mesh, example_inputs)
@@ -226,7 +229,9 @@ class Plan(Decisions):
         Raises:
             GraphError, ShardingError: the plan cannot be applied; it has several stages, or other axes.
             ResourceError: JAX has too few devices.
+            RuntimeFault: jax is not installed.
         """
+        _require("jax", "apply_to_jax")
         from distgraph.plan.apply.jax_application import apply_to_jax  # noqa: PLC0415 (imports jax)
 
         return apply_to_jax(self, function, mesh)
@@ -344,3 +349,11 @@ class Plan(Decisions):
 
     def __str__(self) -> str:
         return shown(self)
+
+
+def _require(package: str, method: str) -> None:
+    """Raises RuntimeFault where a package that a method needs is not installed."""
+    if find_spec(package) is None:
+        raise RuntimeFault(
+            f"{package} is not installed but {method} runs a plan with it; {installing(package)}"
+        )

@@ -245,6 +245,10 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: nn.MoE(4, 4, 2).split_experts(dg.ProcessMesh.grid(ep=2), "ep", batch="x"),
         "axis 'x' is not in",
     ),
+    "a metric without a name": (
+        lambda: dg.Engine(nn.Linear(2, 1), metrics={"": ops.mean}),
+        "name of a metric is '' but must be a text",
+    ),
     "a field that a preset has not": (
         lambda: models.GPT.preset("350M", nope=3),
         "config of GPT has no field nope; it has hidden",
@@ -275,3 +279,15 @@ def test_switches_of_the_environment_are_0_or_1(variable: str, monkeypatch: pyte
     monkeypatch.setenv(variable, "x")
     with pytest.raises(RuntimeFault, match=f"{variable} is 'x' but must be 0 or 1"):
         switch_of(variable, RuntimeFault)
+
+
+@pytest.mark.parametrize("package", ["torch", "jax"])
+def test_a_package_that_is_not_installed_is_named(
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = dg.Engine(nn.Linear(2, 1), nn.MeanSquaredError(), optim.SGD(lr=0.1))
+    engine.prepare((np.zeros((4, 2), "f4"), np.zeros((4, 1), "f4")))
+    monkeypatch.setattr("distgraph.plan.plan.find_spec", lambda name: None)
+    apply = getattr(engine.plan.portable, f"apply_to_{package}")
+    with pytest.raises(RuntimeFault, match=f"{package} is not installed but apply_to_{package} runs a plan"):
+        apply(None)
