@@ -191,7 +191,9 @@ def _field(where: str, name: str, cell: str, kind: Any) -> Any:
     try:
         if kind is bool:
             return _WORDS[cell.lower()]
-        if kind in (int, float, str):
+        if kind in (str, Any):  # a dtype may be any, and is text in a file
+            return cell
+        if kind in (int, float):
             return kind(cell)
         return tuple(int(part) for part in cell.split("-"))
     except (ValueError, KeyError):
