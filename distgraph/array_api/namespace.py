@@ -166,13 +166,13 @@ def moveaxis(x: Any, source: int | Sequence[int], destination: int | Sequence[in
     return ops.transpose(tensor, order)
 
 
-Axes = int | Sequence[int]
+_Dims = int | Sequence[int]
 
 
 def tensordot(x: Any, y: Any, axes: int | Sequence[Sequence[int]] = 2) -> Tensor:
     """Contraction over pairs of dims."""
     left, right = as_tensors(x, y)
-    check_argument("tensordot", "axes", axes, Size | tuple[Axes, Axes])
+    check_argument("tensordot", "axes", axes, Size | tuple[_Dims, _Dims])
     if isinstance(axes, (int, np.integer)):
         if axes > builtins.min(left.ndim, right.ndim):
             raise GraphError(

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from distgraph.errors import GraphError
+from distgraph.errors.arguments import is_number
 from distgraph.ir.dtypes import to_numpy
 from distgraph.kernels.random import random_key, random_normal, random_uniform
 
@@ -44,10 +45,7 @@ def _is_init(init: Any) -> bool:
     if not isinstance(init, (tuple, list)) or not init or not isinstance(init[0], str):
         return False
     numbers = init[1:]
-    return _ARGUMENTS.get(init[0]) == len(numbers) and all(
-        isinstance(x, (int, float, np.integer, np.floating)) and not isinstance(x, bool) and math.isfinite(x)
-        for x in numbers
-    )
+    return _ARGUMENTS.get(init[0]) == len(numbers) and all(is_number(x) and math.isfinite(x) for x in numbers)
 
 
 def materialize(

@@ -393,8 +393,3 @@ def planned_job(engine: Engine, compiled: Compiled) -> PlannedJob:
     )
     plan = replace(plan, cluster=cluster.name, stages=stages)
     return PlannedJob(compiled.request, engine._given, plan, mapping.devices, cluster)
-
-
-def _check_number(name: str, number: object, fits: Callable[[float], bool], expected: str) -> None:
-    if isinstance(number, bool) or not isinstance(number, (int, float)) or not fits(number):
-        raise RuntimeFault(f"Adapt: {name} is {number!r} but must be {expected}")
