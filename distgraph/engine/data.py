@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from distgraph.errors import GraphError, RuntimeFault
-from distgraph.errors.arguments import array_of, check_count
+from distgraph.errors.arguments import array_of, check_count, check_unmasked
 from distgraph.ir.dtypes import short, to_numpy
 from distgraph.kernels.random import random_key
 
@@ -147,6 +147,7 @@ def _arrays(arrays: Fields) -> ArraySource:
 
 
 def _check_dtype(name: str, array: Any) -> str:
+    check_unmasked(f"data field {name}", array, RuntimeFault)
     try:
         return short(array.dtype)
     except GraphError as error:

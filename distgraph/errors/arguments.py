@@ -134,11 +134,18 @@ def check_takes(
 
 
 def array_of(subject: str, value: Any, error: type[DistGraphError] = GraphError) -> np.ndarray:
-    """A value as an array. Raises an error where it is none, as a list whose rows differ in length."""
+    """A value as an array. Raises an error where it is none, as rows of different lengths, or is masked."""
+    check_unmasked(subject, value, error)
     try:
         return np.asarray(value)
     except ValueError as reason:
         raise error(f"{subject} is no array: {reason}; give an array, or lists of equal length") from None
+
+
+def check_unmasked(subject: str, value: object, error: type[DistGraphError] = GraphError) -> None:
+    """Raise an error where a value is an array of NumPy with a mask, whose masked elements would be used."""
+    if isinstance(value, np.ma.MaskedArray):
+        raise error(f"{subject} is a masked array but masks are not kept; fill it, such as x.filled(0)")
 
 
 def switch_of(variable: str, error: type[DistGraphError], default: bool = False) -> bool:

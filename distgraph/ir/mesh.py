@@ -139,17 +139,19 @@ class ProcessMesh:
         except (KeyError, TypeError):
             raise ShardingError(f"axis {axis!r} is not in {self}; it has {', '.join(self.axes)}") from None
 
+    @checked_arguments(ShardingError)
     def count(self, axes: Iterable[str]) -> int:
         """Product of the sizes of several axes (1 for none): the number of parts they split a dim into."""
-        sizes, product = self.sizes, 1
+        product = 1
         for axis in axes:
-            product *= sizes.get(axis) or self.axis_size(axis)
+            product *= self.axis_size(axis)
         return product
 
     @cached_property
     def _borders(self) -> dict[tuple[str, ...], tuple[int, ...]]:
         return {}
 
+    @checked_arguments(ShardingError)
     def borders(self, axes: Sequence[str]) -> tuple[int, ...]:
         """Starts, in units, of the parts of a dim that several axes split; the last entry is `units`."""
         key = tuple(axes)
@@ -161,6 +163,7 @@ class ProcessMesh:
             self._borders[key] = (0, *accumulate(widths))
         return self._borders[key]
 
+    @checked_arguments(ShardingError)
     def units(self, axes: Sequence[str]) -> int:
         """Number of equal units of a dim that is split over several axes; `count` where none has weights.
 
@@ -168,25 +171,37 @@ class ProcessMesh:
         """
         return self.borders(axes)[-1]
 
-    def block(self, size: int, axes: Sequence[str], position: int) -> tuple[int, int]:
+    @checked_arguments(ShardingError)
+    def block(self, size: Size, axes: Sequence[str], position: Size) -> tuple[int, int]:
         """(start, stop) of one part of a dim of some size that is split over several axes, major first.
 
         Units are ceil(size / units) long: the last ones are shorter or empty.
+
+        Raises:
+            ShardingError: there are not so many parts.
         """
         borders = self.borders(axes)
+        if position >= len(borders) - 1:
+            parts = f"{len(borders) - 1} part{'s' * (len(borders) > 2)}"
+            raise ShardingError(
+                f"position of block is {position} but {', '.join(axes) or 'no axis'} of {self} makes {parts}"
+            )
         unit = -(-size // borders[-1])
         return min(size, unit * borders[position]), min(size, unit * borders[position + 1])
 
-    def blocks(self, size: int, axes: Sequence[str]) -> tuple[tuple[int, int], ...]:
+    @checked_arguments(ShardingError)
+    def blocks(self, size: Size, axes: Sequence[str]) -> tuple[tuple[int, int], ...]:
         """(start, stop) of all parts of a dim that is split over several axes, major first."""
         return tuple(self.block(size, axes, position) for position in range(len(self.borders(axes)) - 1))
 
-    def longest(self, size: int, axes: Sequence[str]) -> int:
+    @checked_arguments(ShardingError)
+    def longest(self, size: Size, axes: Sequence[str]) -> int:
         """Length of the longest part of a dim that is split over several axes."""
         if not any(axis in self.weights for axis in axes):
             return -(-size // self.units(axes))
         return max(stop - start for start, stop in self.blocks(size, axes))
 
+    @checked_arguments(ShardingError)
     def coordinates(self, rank: int) -> tuple[int, ...]:
         """Position of a rank, one number an axis. Raises ShardingError when it is not in the mesh."""
         try:
@@ -196,6 +211,7 @@ class ProcessMesh:
                 f"rank {rank} is not in {self}, whose ranks are {list(self.members)}"
             ) from None
 
+    @checked_arguments(ShardingError)
     def index(self, rank: int, axes: Iterable[str]) -> int:
         """Row-major position of a rank along several axes, major first: the number of its part of a dim."""
         coordinates, position = self.coordinates(rank), 0
@@ -203,6 +219,7 @@ class ProcessMesh:
             position = position * self.axis_size(axis) + coordinates[self.axes.index(axis)]
         return position
 
+    @checked_arguments(ShardingError)
     def group(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
         """Ranks that differ from `rank` along `axes` only, in row-major order of `axes` (major first)."""
         key = (rank, tuple(axes))
@@ -218,6 +235,7 @@ class ProcessMesh:
             self._groups[key] = tuple(int(r) for r in members.ravel())
         return self._groups[key]
 
+    @checked_arguments(ShardingError)
     def groups(self, axes: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """All distinct groups along `axes`; together they cover the mesh once."""
         for axis in axes:
@@ -258,6 +276,7 @@ class ProcessMesh:
         stacked = np.stack([self.ranks + n * self.size for n in range(count)])
         return self._derived(stacked, (axis, *self.axes))._with_types_of(self)
 
+    @checked_arguments(ShardingError)
     def is_repeated_in(self, other: ProcessMesh) -> bool:
         """Whether another mesh is this one several times along one more axis, this one first."""
         repeats = other.axes[1:] == self.axes and not other.weights and not self.weights
@@ -285,6 +304,7 @@ class ProcessMesh:
         """
         return ProcessMesh(self.ranks, self.axes, self.weights, device_type=device_type, memory=memory)
 
+    @checked_arguments(ShardingError)
     def device_type_of(self, rank: int) -> str | None:
         """The type of device that a rank of the mesh needs; None for any."""
         types = self.device_type
@@ -328,6 +348,7 @@ class ProcessMesh:
         }
         return self._derived(ranks, names, weights)
 
+    @checked_arguments(ShardingError)
     def renumbered(self, ranks: Any) -> ProcessMesh:
         """The same axes and weights over other ranks, an array of the same shape."""
         mesh = self._derived(ranks, self.axes, self.weights)

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from distgraph.errors import ShardingError
-from distgraph.errors.arguments import check_argument, checked_arguments
+from distgraph.errors.arguments import Size, check_argument, checked_arguments
 from distgraph.ir.mesh import ProcessMesh, is_axis_name
 
 REDUCTIONS = ("sum", "max", "min", "prod")
@@ -77,7 +77,8 @@ class ShardSpec:
         return spec
 
     @classmethod
-    def replicated(cls, ndim: int) -> ShardSpec:
+    @checked_arguments(ShardingError)
+    def replicated(cls, ndim: Size) -> ShardSpec:
         """No dim split, nothing partial."""
         return _replicated(ndim)
 
@@ -100,6 +101,7 @@ class ShardSpec:
         spec.check_axes()
         return spec
 
+    @checked_arguments(ShardingError)
     def check_axes(self, where: str = "") -> None:
         """Raises ShardingError when an axis is used twice, is no identifier, or a reduction is unknown."""
         who = f"{where}: " if where else ""
@@ -124,6 +126,7 @@ class ShardSpec:
                     f"spec {self}: reduction {kind!r} of axis {axis} is not one of {REDUCTIONS}"
                 )
 
+    @checked_arguments(ShardingError)
     def check(self, shape: Sequence[int], mesh: ProcessMesh, subject: str = "tensor") -> None:
         """Raises ShardingError when the spec does not fit a shape or names an axis that the mesh has not."""
         self.check_axes()
@@ -134,6 +137,7 @@ class ShardSpec:
                     f"{subject}: spec {self} names axis {axis!r} but {mesh} has {', '.join(mesh.axes)}"
                 )
 
+    @checked_arguments(ShardingError)
     def check_dims(self, shape: Sequence[int], subject: str) -> None:
         """Raises ShardingError when the spec has not as many dims as a shape."""
         if len(self.dims) != len(shape):
@@ -146,6 +150,7 @@ class ShardSpec:
         """Every axis that the spec mentions, split dims first, then partial ones."""
         return tuple(a for dim in self.dims for a in dim) + tuple(a for a, _ in self.partial)
 
+    @checked_arguments(ShardingError)
     def reduction(self, axis: str) -> str | None:
         """The reduction of an axis that the tensor is partial over; None for all other axes."""
         return next((kind for a, kind in self.partial if a == axis), None)
@@ -154,16 +159,23 @@ class ShardSpec:
         """The same spec with no partial axes: the layout after an all_reduce over all of them."""
         return ShardSpec(self.dims) if self.partial else self
 
+    @checked_arguments(ShardingError)
     def local_shape(self, shape: Sequence[int], mesh: ProcessMesh, rank: int) -> tuple[int, ...]:
-        """Shape of the block that a rank holds."""
+        """Shape of the block that a rank holds. Raises ShardingError: as `bounds`."""
         return tuple(stop - start for start, stop in self.bounds(shape, mesh, rank))
 
+    @checked_arguments(ShardingError)
     def bounds(self, shape: Sequence[int], mesh: ProcessMesh, rank: int) -> tuple[tuple[int, int], ...]:
-        """(start, stop) of a rank's block on every dim."""
+        """(start, stop) of a rank's block on every dim.
+
+        Raises:
+            ShardingError: the rank is not in the mesh, or the spec does not fit shape and mesh.
+        """
         return _bounds(self, tuple(shape), mesh, rank)
 
+    @checked_arguments(ShardingError)
     def slices(self, shape: Sequence[int], mesh: ProcessMesh, rank: int) -> tuple[slice, ...]:
-        """Index of a rank's block in the global tensor."""
+        """Index of a rank's block in the global tensor. Raises ShardingError: as `bounds`."""
         return tuple(slice(start, stop) for start, stop in self.bounds(shape, mesh, rank))
 
     def __eq__(self, other: object) -> bool:
@@ -187,6 +199,7 @@ class ShardSpec:
 def _bounds(
     spec: ShardSpec, shape: tuple[int, ...], mesh: ProcessMesh, rank: int
 ) -> tuple[tuple[int, int], ...]:
+    spec.check_dims(shape, "block")
     return tuple(
         mesh.block(size, dim, mesh.index(rank, dim)) if dim else (0, size)
         for size, dim in zip(shape, spec.dims, strict=True)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from distgraph.errors import GraphError
+from distgraph.errors.arguments import is_number
 from distgraph.ir.dtypes import is_float, promote, short, to_numpy
 from distgraph.ir.graph import Value
 from distgraph.ir.op_registry import Attrs, GradientContext, Shape, define, elementwise, ufunc
@@ -306,7 +307,13 @@ where = _function("where", 3)
 
 
 def clip(x: Any, low: Any = None, high: Any = None) -> Tensor:
-    """`x` limited to the range between two bounds; either may be None."""
+    """`x` limited to the range between two bounds; either may be None.
+
+    Raises:
+        GraphError: both are numbers, and the low one is not below the high one or equal to it.
+    """
+    if is_number(low) and is_number(high) and not low <= high:
+        raise GraphError(f"clip has the bounds {low!r} and {high!r} but low must not be above high")
     (result,) = as_tensors(x)
     if low is not None:
         result = emit_one("maximum", result, low)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from distgraph.errors import GraphError, ShardingError
-from distgraph.errors.arguments import shown
+from distgraph.errors.arguments import check_unmasked, shown
 from distgraph.ir.dtypes import is_float, promote, short, to_numpy
 from distgraph.ir.graph import SOURCES, Graph, Op, Value
 from distgraph.ir.matmul_algorithm import MatmulAlgorithm
@@ -215,6 +215,7 @@ class Trace:
 
     def constant(self, data: Any, dtype: str | None = None) -> Tensor:
         """A constant from a number or a small array; equal ones are shared."""
+        check_unmasked("constant", data)
         try:
             array = np.asarray(data, dtype=None if dtype is None else to_numpy(short(dtype)))
         except OverflowError:

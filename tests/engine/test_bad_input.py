@@ -77,6 +77,26 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[DistGraphError], str]] = {
         "mesh is a list but must be a Proc",
     ),
     "annotated twice": (annotated_twice, ShardingError, r"annotated \[tp, _\].* but was annotated \[_, tp\]"),
+    "masked data": (
+        lambda: train(data=(np.ma.masked_array(X, X > 1), Y)),
+        RuntimeFault,
+        "data field batch.0 is a masked array but masks are not kept; fill it",
+    ),
+    "masked constant": (
+        lambda: dg.trace(lambda x: x + np.ma.masked_array([1.0, 2.0], [True, False]), X),
+        GraphError,
+        "constant is a masked array",
+    ),
+    "bounds of clip in the wrong order": (
+        lambda: dg.trace(lambda x: ops.clip(x, 2, 1), X),
+        GraphError,
+        "clip has the bounds 2 and 1 but low must not be above high",
+    ),
+    "two callbacks write one file": (
+        lambda: train(fit_callbacks=[callbacks.CSVLogger("a.csv"), callbacks.CSVLogger("./a.csv")]),
+        RuntimeFault,
+        r"callbacks CSVLogger and CSVLogger both write a.csv; give each a path of its own",
+    ),
     "annotates a module": (
         lambda: dg.shard_tensor(nn.Linear(6, 3), TP, [None, "tp"]),
         ShardingError,

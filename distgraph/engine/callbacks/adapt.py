@@ -126,7 +126,8 @@ class Adapt(Callback):
     ) -> None:
         check_place("Adapt", path)
         self.margin, self.every, self.steps, self.seconds = margin, every, steps, seconds
-        self.gain, self.restarts, self.path = gain, restarts, Path(path)
+        self.gain, self.restarts = gain, restarts
+        self.path = self.writes = Path(path)
         self.cooldown = 5 * every if cooldown is None else cooldown
         self.proposal: Proposal | None = None
         self.clock: Callable[[], float] = time.monotonic

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,7 +16,12 @@ class Callback:
 
     Set `engine.should_stop = True` to end training after the present step. If that is in the middle of an
     epoch, the epoch stays unfinished, and `fit(..., resume=True)` continues it.
+
+    Attributes:
+        writes: path of the file or folder that it writes, which no other callback may write; empty for none.
     """
+
+    writes: str | Path = ""
 
     def on_train_begin(self, engine: Engine, last_epoch: int) -> None:
         """Before the first epoch; training ends before epoch `last_epoch`."""

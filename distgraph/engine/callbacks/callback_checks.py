@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from distgraph.serialization.documents import shown_path
 
 if TYPE_CHECKING:
     from distgraph.engine import Engine
+    from distgraph.engine.callbacks.callback import Callback
 
 
 def check_place(who: str, path: str | Path) -> None:
@@ -35,6 +37,19 @@ def check_place(who: str, path: str | Path) -> None:
         raise RuntimeFault(
             f"{who}: {shown_path(path) or repr(str(path))} cannot be written: {fails}; choose another"
         )
+
+
+def check_files(callbacks: Sequence[Callback]) -> None:
+    """Check that no two callbacks write the same file or folder. Raises RuntimeFault: two do."""
+    writers: dict[str, Callback] = {}
+    for callback in (each for each in callbacks if each.writes):
+        place = os.path.realpath(callback.writes)
+        if place in writers:
+            raise RuntimeFault(
+                f"callbacks {type(writers[place]).__name__} and {type(callback).__name__} both write "
+                f"{shown_path(callback.writes)}; give each a path of its own"
+            )
+        writers[place] = callback
 
 
 def check_monitor(who: str, name: str, engine: Engine) -> None:

@@ -36,7 +36,8 @@ class CSVLogger(Callback):
 
     def __init__(self, path: str | Path, append: bool = False) -> None:
         check_place("CSVLogger", path)
-        self.path, self.append = Path(path), append
+        self.path = self.writes = Path(path)
+        self.append = append
         self._names: list[str] = []
 
     def on_train_begin(self, engine: Engine, last_epoch: int) -> None:
@@ -103,7 +104,8 @@ class Timeline(Callback):
 
     def __init__(self, path: str | Path, after: Size = 10, steps: Count = 5) -> None:
         check_place("Timeline", path)
-        self.path, self.after, self.steps = Path(path), after, steps
+        self.path = self.writes = Path(path)
+        self.after, self.steps = after, steps
         self._begin = -1  # step after which it begins
         self._records = False
 
@@ -147,7 +149,7 @@ class TensorBoard(Callback):
     def __init__(self, directory: str | Path) -> None:
         check_place("TensorBoard", directory)
         check_place("TensorBoard", f"{directory}/events")
-        self.directory = str(directory)
+        self.directory = self.writes = str(directory)
         self._writer: Any = None
 
     def on_train_begin(self, engine: Engine, last_epoch: int) -> None:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 
+from distgraph.engine.compile.plan_apply import warn_overruled
 from distgraph.engine.compile.training_spec import TrainingSpec
 from distgraph.plan.plan import Plan
 from distgraph.plan.strategy import Strategy
@@ -23,6 +24,8 @@ _STRATEGY: ContextVar[str] = ContextVar("distgraph_strategy", default="")
 def plan_for(training_spec: TrainingSpec, default: Plan | str | Path | None) -> Plan | None:
     """The plan of an engine: that of the command, where the engine trains, before its own.
 
+    Warns about settings of the strategy that its own plan decides otherwise.
+
     Raises:
         GraphError: as `Plan.load`.
     """
@@ -33,7 +36,10 @@ def plan_for(training_spec: TrainingSpec, default: Plan | str | Path | None) -> 
             return given
         if path:
             return Plan.load(path)
-    return Plan.load(default) if isinstance(default, (str, Path)) else default
+    plan = Plan.load(default) if isinstance(default, (str, Path)) else default
+    if plan is not None:
+        warn_overruled(training_spec.strategy, plan)
+    return plan
 
 
 def cluster_given(default: Cluster | str | Path | None) -> Cluster | None:

@@ -7,6 +7,7 @@ the other programs of the engine.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -30,14 +31,37 @@ from distgraph.passes.search.layering.layer_sequence import REST
 from distgraph.passes.serial.loops.flatten import flatten
 from distgraph.passes.serial.loops.restore import restore
 from distgraph.plan.plan import Computed, Plan, Program
-from distgraph.plan.strategy import with_decisions
+from distgraph.plan.strategy import Strategy, with_decisions
 from distgraph.resources import Cluster
+from distgraph.runtime.execute.process_group import is_chief
+from distgraph.tracing.tracer import user_stack_level
 
 
 def with_plan_settings(training_spec: TrainingSpec, plan: Plan) -> TrainingSpec:
     """The training specification with the strategy's settings replaced by the decisions of the plan."""
     decided = with_decisions(training_spec.strategy, plan)
     return replace(training_spec, strategy=replace(decided, mesh=None, batch_axis=None))
+
+
+def warn_overruled(strategy: Strategy, plan: Plan) -> None:
+    """Warn, on the process that prints, of a setting of a strategy that a plan decides otherwise."""
+    stages = [stage for stage in plan.stages if stage.first < stage.last]
+    meshes = list(dict.fromkeys(stage.mesh for stage in plan.stages))
+    borders, equal = [stage.first for stage in stages[1:]], len({mesh.shape for mesh in meshes}) == 1
+    broken = strategy.constraints.broken_by(plan, borders, len(plan.layers), equal, 0)
+    mesh = strategy.mesh
+    if not broken and mesh is not None and not any(mesh == m or mesh.is_repeated_in(m) for m in meshes):
+        broken = f"mesh={mesh}"
+    if broken and is_chief():
+        name = broken.partition("=")[0]
+        made = {**plan.texts(), "stages": str(len(stages)), "mesh": " and ".join(map(str, meshes))}
+        decided = f", as {made[name]}" if name in made else ""
+        warnings.warn(
+            f"{broken} of Strategy has no effect: the plan that is given too decides it{decided}; leave "
+            f"one of them out",
+            UserWarning,
+            stacklevel=user_stack_level(),
+        )
 
 
 def layouts_of(plan: Plan) -> dict[str, DistAttr]:

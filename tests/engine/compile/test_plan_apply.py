@@ -433,6 +433,29 @@ def test_plan_argument_is_checked(tmp_path: Path) -> None:
         dg.Engine(nn.ReLU(), plan="nowhere.json")
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"micro_batches": 4}, "micro_batches=4 of Strategy has no effect.* decides it, as 2; leave one of"),
+        ({"schedule": "gpipe"}, "schedule=gpipe of Strategy has no effect.* decides it, as 1f1b"),
+        ({"recompute": True}, "recompute=True of Strategy has no effect"),
+        ({"mode": "auto", "stages": 3}, "stages=3 of Strategy has no effect.* decides it, as 1"),
+        ({"mesh": ProcessMesh.grid(dp=4)}, r"mesh=mesh\(dp=4\) of Strategy has no effect.*, as mesh\(dp=2\)"),
+    ],
+)
+def test_a_setting_that_the_plan_overrules_is_named(given: dict[str, Any], message: str) -> None:
+    _, plan = plan_of(CASES["dp"])
+    with pytest.warns(UserWarning, match=message):
+        dg.Engine(nn.ReLU(), plan=plan, strategy=dg.Strategy(**given))
+
+
+def test_settings_that_agree_with_the_plan_are_taken_without_a_warning(recwarn: Any) -> None:
+    _, plan = plan_of(CASES["dp"])
+    mesh = plan.stages[0].mesh
+    dg.Engine(nn.ReLU(), plan=plan, strategy=dg.Strategy(mesh=mesh, batch_axis="dp", micro_batches=2))
+    assert not recwarn.list
+
+
 def test_the_plan_of_a_program_that_does_not_train() -> None:
     engine = dg.Engine(nn.Linear(6, 3))
     engine.predict(np.zeros((4, 6), "f4"))

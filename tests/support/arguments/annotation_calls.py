@@ -105,6 +105,42 @@ def annotation_calls() -> dict[str, PublicCall]:
     }
 
 
+def _queries(mesh: Any, spec: Any) -> dict[str, PublicCall]:
+    """What a mesh and a spec say about ranks and blocks."""
+    axes, block = {"axes": ["tp"]}, {"size": 8, "axes": ["tp"]}
+    split, place = spec.of([None, "tp"]), {"shape": [4, 8], "mesh": TP, "rank": 1}
+    arguments: dict[str, dict[str, Any]] = {
+        "count": axes,
+        "borders": axes,
+        "units": axes,
+        "block": {**block, "position": 1},
+        "blocks": block,
+        "longest": block,
+        "coordinates": {"rank": 1},
+        "index": {"rank": 1, **axes},
+        "group": {"rank": 1, **axes},
+        "groups": axes,
+        "is_repeated_in": {"other": GRID},
+        "device_type_of": {"rank": 1},
+        "renumbered": {"ranks": [3, 4]},
+    }
+    made = {f"ProcessMesh.{name}": (TP, mesh, name, given) for name, given in arguments.items()}
+    made |= {
+        "ShardSpec.replicated": (spec, spec, "replicated", {"ndim": 2}),
+        "ShardSpec.check": (split, spec, "check", {"shape": [4, 8], "mesh": TP}),
+        "ShardSpec.check_dims": (split, spec, "check_dims", {"shape": [4, 8], "subject": "x"}),
+        "ShardSpec.check_axes": (split, spec, "check_axes", {"where": "x"}),
+        "ShardSpec.reduction": (split, spec, "reduction", {"axis": "tp"}),
+        "ShardSpec.local_shape": (split, spec, "local_shape", place),
+        "ShardSpec.bounds": (split, spec, "bounds", place),
+        "ShardSpec.slices": (split, spec, "slices", place),
+    }
+    return {
+        name: PublicCall(getattr(owner, method), getattr(kind, method), given)
+        for name, (owner, kind, method, given) in made.items()
+    }
+
+
 def mesh_calls() -> dict[str, PublicCall]:
     """Calls of meshes and specs; not the queries that a compiler makes for every rank and tensor."""
     mesh, spec = dg.ProcessMesh, dg.ShardSpec
@@ -122,6 +158,7 @@ def mesh_calls() -> dict[str, PublicCall]:
         "ProcessMesh.repeated": PublicCall(TP.repeated, mesh.repeated, {"count": 2}),
         "ProcessMesh.reordered": PublicCall(TP.reordered, mesh.reordered, {"axes": ["tp"], "order": [1, 0]}),
         "ProcessMesh.contains": PublicCall(TP.contains, mesh.contains, {"other": TP}),
+        **_queries(mesh, spec),
         "ProcessMesh.axis_size": PublicCall(TP.axis_size, mesh.axis_size, {"axis": "tp"}),
         "ShardSpec.of": PublicCall(
             spec.of, spec.of, {"dims": [None, "tp"], "partial": {"dp": "sum"}, "where": "w"}
