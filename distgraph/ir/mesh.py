@@ -139,12 +139,19 @@ class ProcessMesh:
         except (KeyError, TypeError):
             raise ShardingError(f"axis {axis!r} is not in {self}; it has {', '.join(self.axes)}") from None
 
-    @checked_arguments(ShardingError)
     def count(self, axes: Iterable[str]) -> int:
-        """Product of the sizes of several axes (1 for none): the number of parts they split a dim into."""
-        product = 1
-        for axis in axes:
-            product *= self.axis_size(axis)
+        """Product of the sizes of several axes (1 for none): the number of parts they split a dim into.
+
+        Raises:
+            ShardingError: the mesh has no such axis, or `axes` is no collection of names.
+        """
+        sizes, product = self.sizes, 1
+        try:
+            for axis in axes:
+                product *= sizes.get(axis) or self.axis_size(axis)
+        except TypeError:  # a check of every call would slow compilation down
+            check_argument("count", "axes", axes, Sequence[str], ShardingError)
+            raise
         return product
 
     @cached_property

@@ -29,7 +29,6 @@ from distgraph.errors import ShardingError
 from distgraph.ir.graph import Graph, Op, Value
 from distgraph.ir.index_rule import OpLayout
 from distgraph.ir.matmul_algorithm import ATTENTION, MatmulAlgorithm
-from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.op_registry import (
     infer_results,
     operand_layout,
@@ -39,6 +38,7 @@ from distgraph.ir.op_registry import (
     rule_of,
 )
 from distgraph.ir.sharding_spec import DistAttr, Origin
+from distgraph.ops.blocks.attention_blocks import turned
 
 
 @dataclass(slots=True)
@@ -100,7 +100,7 @@ class RingAttention:
         totals: list[Value] = []
         for step in range(self.parts):
             following = self._moved(moving, step + 1)
-            mesh = self._turned(step)
+            mesh = turned(self.layout.mesh, self.layout.of("s"), step)
             arriving = [
                 self._reshard(total, replace(self._attr(total), mesh=mesh), f"{name}.arriving{step}")
                 for total, name in zip(totals, ("dk", "dv"), strict=False)
@@ -119,11 +119,6 @@ class RingAttention:
 
     # ------------------------------------------------------------------ emitting ops
 
-    def _turned(self, step: int) -> ProcessMesh:
-        """The mesh on which the rank with block j of the queries has block j + step of the keys."""
-        order = [(block - step) % self.parts for block in range(self.parts)]
-        return self.layout.mesh.reordered(self.layout.of("s"), order)
-
     def _placed(self, operands: Sequence[Value], first: int) -> list[Value]:
         """The operands in the layouts in which the first step reads them."""
         kind = "ring_attention_grad" if first else "ring_attention"
@@ -140,7 +135,7 @@ class RingAttention:
         """Keys and values as the next step reads them: those of a neighbour; none after the last step."""
         if step == self.parts:
             return []
-        mesh = self._turned(step)
+        mesh = turned(self.layout.mesh, self.layout.of("s"), step)
         return [
             self._reshard(value, replace(self._attr(value), mesh=mesh), f"{name}{step}")
             for value, name in zip(blocks, "kv", strict=True)

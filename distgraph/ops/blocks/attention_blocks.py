@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,14 +68,20 @@ def _rule(kind: str, shapes: Shapes, attrs: Attrs) -> Rule:
     return replace(rule, joint={"s": attrs["parts"]} if "s" in rule.indices else {})
 
 
+@lru_cache(maxsize=4096)
+def turned(mesh: ProcessMesh, axes: tuple[str, ...], shift: int) -> ProcessMesh:
+    """The mesh on which the rank with block j of the queries along `axes` has block j + shift of the keys."""
+    parts = mesh.count(axes)
+    return mesh.reordered(axes, [(block - shift) % parts for block in range(parts)])
+
+
 def _ordered(op: Op, moves: bool) -> ProcessMesh:
     """The mesh of an op, its ranks in the order in which they have the blocks of keys of its step."""
-    layout, parts = op.layout, op.attrs["parts"]
+    layout = op.layout
     assert layout is not None
     if not moves or layout.parts("s") == 1:
         return layout.mesh
-    order = [(block - op.attrs["shift"]) % parts for block in range(parts)]
-    return layout.mesh.reordered(layout.of("s"), order)
+    return turned(layout.mesh, layout.of("s"), op.attrs["shift"])
 
 
 def _operand_mesh(op: Op, operand: int) -> ProcessMesh:

@@ -57,6 +57,9 @@ _UNIFORM: tuple[Restriction, ...] = ("uniform", "zero1", "zero3", "none")
 _MOST_SHAPES = 3
 """Shapes of the mesh of mode mesh2d whose programs are forecast, the best ones by the tuner's estimate; in
 mode auto only those whose products alone take less than the best step so far."""
+_MOST_RING_STEPS = 1_024
+"""Forward ops of attention times ranks of a ring, up to which a program of rings is built although another
+one fits: each step is ops of its own, and takes some 12 ms to build and forecast for all ranks."""
 _NEEDED_SPLIT = {2: 1, 3: 3}
 """Level of ZeRO -> what layouts have to split for it to have an effect: states, or parameters."""
 _MOST_ZERO_OPS = 4_000
@@ -149,22 +152,28 @@ def evaluate_zero(state: SearchState) -> Iterator[Event]:
 def evaluate_context_parallel(state: SearchState) -> Iterator[Event]:
     """Sequences split over as few ranks as leave each a sample, and over all, with attention by rings.
 
-    Nothing is tried where the program has no attention or the runtime has no rings.
+    Nothing is tried where the program has no attention or the runtime has no rings. Where a program fits
+    already, long rings are left out for the longest that is soon built.
     """
     layout_costs, devices = state.layout_costs, len(state.layout_costs.devices)
     graph = layout_costs.layered_graph(state.constraints.start.micro_batches).graph
-    kinds = {op.kind for op in graph.ops}
-    if state.single_stage_breaks() or layout_costs.named_axes or not kinds & set(ATTENTION):
+    attention = sum(op.kind in ATTENTION for op in graph.ops)
+    if state.single_stage_breaks() or layout_costs.named_axes or not attention:
         return
     if len(layout_costs.pools) > 1 or not layout_costs.capabilities.matmul_algorithms:
         return
     samples = state.request.size // state.constraints.start.micro_batches
     divisors = [n for n in range(2, devices + 1) if devices % n == 0]
     fewest = next((n for n in divisors if devices // n <= samples), None)
-    for ranks in dict.fromkeys(n for n in (fewest, devices) if n is not None and n > 1):
+    short = [n for n in divisors if attention * n <= _MOST_RING_STEPS]
+    for ranks in dict.fromkeys(n for n in (fewest, devices, *short[-1:]) if n is not None and n > 1):
         if state.expired():
             return
         name = f"context parallel: dp={devices // ranks} x sp={ranks}"
+        if state.best is not None and ranks not in short:
+            steps = f"its {attention} rings have {ranks} steps each, more than {_MOST_RING_STEPS} together"
+            state.evaluations.baselines[name] = f"left out: {steps}, and another program fits"
+            continue
         yield Event(name)
         program = context_parallel(layout_costs, ranks, name)
         if isinstance(program, str):
