@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from distgraph.engine.agreement import agree
 from distgraph.engine.callbacks import Callback, ProgressBar
 from distgraph.engine.callbacks.callback_events import watching
 from distgraph.engine.checkpoints.checkpoint_retention import Checkpoints
@@ -32,7 +33,7 @@ from distgraph.engine.history import History, Means
 from distgraph.engine.nonfinite import NonFiniteSteps, skipped_steps
 from distgraph.engine.parameter_store import Memory, assign_tensors, gather_tensors
 from distgraph.engine.session import Session
-from distgraph.engine.validation import check_micro_batches, check_parts
+from distgraph.engine.validation import check_micro_batches, check_parts, first_sample
 from distgraph.errors import RuntimeFault
 from distgraph.errors.arguments import Count, Size, checked_arguments
 from distgraph.kernels.random import random_key
@@ -166,20 +167,20 @@ class Engine:
         Raises:
             GraphError, ShardingError, ResourceError: the data does not fit the model, or the program does not
                 fit the ranks.
-            RuntimeFault: an argument makes no sense, or a rank failed.
-            NonFiniteError: the loss or a gradient is nan or infinite, under Strategy(nonfinite="raise"); or
-                all steps of an epoch are, under "skip".
+            RuntimeFault: an argument makes no sense, or is another one on another rank; or a rank failed.
+            NonFiniteError: loss or gradients are not finite (nonfinite="raise"), or in no step ("skip").
         """
-        enter("engine.fit()")
         if self._session.plan is not None:
             check_batch(self._session.plan, batch_size)
         check_micro_batches(batch_size, self.training_spec.strategy.start.micro_batches)
         source = as_source(train)
+        facts = {"shuffle": shuffle, "drop_last": drop_last, "resume": resume, "samples": len(source)}
+        agree("engine.fit()", self, epochs=epochs, batch_size=batch_size, **facts)
         elastic = self._elastic = ElasticFit(self)
         watchers = [elastic, *callbacks, *([ProgressBar()] if progress else []), elastic.end_of_step]
         last = epochs if resume else self.epoch + epochs
         resume = elastic.begin(callbacks, batch_size) or resume
-        position = self.position if resume else 0
+        position = first_sample(self.position, resume, len(source))
         self.should_stop, self.validates = False, valid_data is not None
         with watching(self, watchers, last), elastic:
             while self.epoch < last and not self.should_stop:
@@ -227,8 +228,8 @@ class Engine:
             data: as in `fit`.
             batch_size: samples at a time; 256, or all there are, by default.
         """
-        enter("engine.evaluate()")
         source = as_source(data)
+        agree("engine.evaluate()", self, samples=len(source), batch_size=batch_size)
         loader = DataLoader(source, batch_size or min(256, len(source)), shuffle=False)
         means = Means()
         for batch in loader:
@@ -248,8 +249,8 @@ class Engine:
         Returns:
             an array, or a dict of arrays where the model returns several.
         """
-        enter("engine.predict()")
         source = as_source(x)
+        agree("engine.predict()", self, samples=len(source), batch_size=batch_size)
         loader = DataLoader(source, batch_size or min(256, len(source)), shuffle=False)
         parts: dict[str, list[np.ndarray]] = {}
         for batch in loader:
@@ -319,12 +320,11 @@ class Engine:
                 `close` and the end of the process wait for it. They raise its error.
 
         Raises:
-            RuntimeFault: there is nothing to save yet, or it cannot be written; the previous checkpoint is
-                whole.
+            RuntimeFault: there is nothing to save yet, or it cannot be written; or ranks hold different
+                copies of a value, under Strategy(verify_replicas=...). The previous checkpoint is whole.
             NonFiniteError: a parameter or state is nan or infinite; the previous checkpoint is whole.
-            RuntimeFault: ranks hold different copies of a value, under Strategy(verify_replicas=...).
         """
-        enter("engine.save()")
+        agree("engine.save()", self, path=path)
         self._saves.wait()
         contents = contents_of(self, self._session, self._loaded)
         self._session.verify_replicas(self.step)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from distgraph.engine.agreement import agree_on_program, run_together
 from distgraph.engine.compile.compile import compile_program
 from distgraph.engine.compile.compile_request import CompileRequest
 from distgraph.engine.compile.derived_programs import reference_of
@@ -243,7 +244,7 @@ class Session:
             compiled, batch, scalars: program and inputs.
             recorders: local rank -> recorder of its tasks, for a recorded step.
         """
-        world, watchers = self._ready(compiled), recorders or {}
+        world, watchers = self._ready(compiled, scalars), recorders or {}
         arrays = [label for label, value in compiled.build.lowered.outputs if value.shape]
 
         def work(rank: int) -> tuple[dict[str, float], dict[str, list[np.ndarray]]]:
@@ -324,11 +325,11 @@ class Session:
 
     def arrays(self, compiled: Compiled, batch: Batch, scalars: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """Run a program whose outputs are arrays, and assemble them from their blocks, on every process."""
-        world = self._ready(compiled)
+        world = self._ready(compiled, scalars)
         blocks = world.gather(world.run(lambda rank: _copied(compiled.step(rank, batch, scalars))))
         return _assembled(compiled, blocks, [label for label, _ in compiled.build.lowered.outputs])
 
-    def _ready(self, compiled: Compiled) -> World:
+    def _ready(self, compiled: Compiled, scalars: Mapping[str, Any]) -> World:
         """The world, after compiling the program for every local rank."""
         self.memory.check_whole()
         world = self.ranks()
@@ -338,7 +339,8 @@ class Session:
             def prepare(rank: int) -> None:
                 compiled.prepare(rank, devices[rank], self.memory, world.transport(rank), mixed=mixed)
 
-            world.run(prepare)
+            agree_on_program(compiled, self.memory.seed, scalars)
+            run_together(world, prepare)
             compiled.ready = True
             for rank, worker in sorted(compiled.workers.items()):
                 write(f"{compiled.mode}.rank-{rank}.py", worker.source)

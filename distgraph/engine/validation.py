@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from distgraph.errors import GraphError, ResourceError
+from distgraph.errors import GraphError, ResourceError, RuntimeFault
 from distgraph.errors.arguments import is_integer, shown
 from distgraph.nn import Module
 from distgraph.optim import Optimizer
@@ -133,3 +133,17 @@ def _check_function(subject: str, function: Any, example: str) -> None:
         )
     if not callable(function):
         raise GraphError(f"{subject} is {shown(function)} but must be a function or module, {example}")
+
+
+def first_sample(position: int, resume: bool, samples: int) -> int:
+    """The sample of an epoch with which training begins: `position` where it is resumed, else 0.
+
+    Raises:
+        RuntimeFault: the data ends before the position.
+    """
+    if resume and position > samples:
+        raise RuntimeFault(
+            f"fit(resume=True) goes on after sample {position} of an epoch but the data has {samples}; "
+            f"give the data of the checkpoint, or leave resume out"
+        )
+    return position if resume else 0

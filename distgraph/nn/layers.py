@@ -11,6 +11,7 @@ from distgraph.errors.arguments import Count, NonNegative, Rate, Size, checked_a
 from distgraph.nn.initializers import Init, fan_in_uniform
 from distgraph.nn.module import Module
 from distgraph.nn.parameter import Parameter
+from distgraph.ops.contraction import as_tensors
 from distgraph.tracing.tensor import Tensor
 
 
@@ -193,8 +194,18 @@ class CrossEntropy(Module):
 
 
 class MeanSquaredError(Module):
-    """Mean of the squared differences."""
+    """Mean of the squared differences of a prediction and a target of the same shape."""
 
     def forward(self, prediction: Any, target: Any) -> Tensor:
-        """A scalar."""
+        """A scalar.
+
+        Raises:
+            GraphError: the shapes differ: of [n, 1] and [n] there would be n x n differences.
+        """
+        prediction, target = as_tensors(prediction, target)
+        if target.shape not in ((), prediction.shape):
+            raise GraphError(
+                f"MeanSquaredError gets a prediction of shape {prediction.shape} and a target of shape "
+                f"{target.shape} but they must be equal; reshape one of them"
+            )
         return ops.mean(ops.square(prediction - target))

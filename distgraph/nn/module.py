@@ -27,8 +27,8 @@ class MissingPart(GraphError, AttributeError):
 class Module:
     """A part of a model. Subclasses set parameters and submodules as attributes and define `forward`.
 
-    Submodules may also be items of lists, tuples and dicts; attributes that start with _ are ignored. A
-    parameter that two modules share has the path of its first occurrence, and its gradients are summed.
+    Submodules may also be items of lists, tuples and dicts. A parameter that two modules share has the path
+    of its first occurrence, and its gradients are summed.
 
     Example:
         class MLP(Module):
@@ -81,8 +81,7 @@ class Module:
     def children(self) -> Iterator[tuple[str, Any]]:
         """(relative path, module or parameter) of the attributes of this module."""
         for name, value in vars(self).items():
-            if not name.startswith("_"):
-                yield from _held(name, value)
+            yield from _held(name, value)
 
     def named_modules(self, prefix: str = "") -> Iterator[tuple[str, Module]]:
         """(path, module) of this module and all modules below it, each once."""

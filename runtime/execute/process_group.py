@@ -22,6 +22,7 @@ from threadpoolctl import ThreadpoolController
 from distgraph.errors import ResourceError, RuntimeFault
 from distgraph.runtime.launch.mpi_rank import current_transport, ranks_of_job
 from distgraph.runtime.transport.inprocess import connect
+from distgraph.runtime.transport.mpi import MpiTransport
 from distgraph.runtime.transport.transport import Transport, time_limit
 
 Result = TypeVar("Result")
@@ -227,9 +228,14 @@ class MpiWorld:
         return self._transport.rank == 0
 
 
+def job_transport() -> MpiTransport | None:
+    """The transport between the processes of an MPI job; None where this process is alone."""
+    return current_transport() if ranks_of_job() > 1 else None
+
+
 def is_chief() -> bool:
     """Whether this process prints: it is rank 0 of an MPI job, or not part of one."""
-    transport = current_transport() if ranks_of_job() > 1 else None
+    transport = job_transport()
     return transport is None or transport.rank == 0
 
 
@@ -238,7 +244,7 @@ def enter(call: str) -> None:
 
     A process that waits long and learns that another one is in a different call raises RuntimeFault.
     """
-    transport = current_transport() if ranks_of_job() > 1 else None
+    transport = job_transport()
     if transport is not None:
         transport.enter(call)
 

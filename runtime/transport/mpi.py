@@ -442,7 +442,8 @@ class MpiTransport:
             raise RuntimeFault(f"{what}: tag {tag} is not in 0 .. 2**{TAG_BITS} - 1")
 
     def _send_object(self, obj: Any, dest: int) -> None:
-        request = self._control.Isend(bytearray(pickle.dumps(obj)), dest, _OBJECT)
+        labelled = (self._call_check.number, self._call_check.call, obj)
+        request = self._control.Isend(bytearray(pickle.dumps(labelled)), dest, _OBJECT)
         need = self._departures.message("object", "received object", dest)
         self.poll(lambda: self.test_all([request], "object"), f"object for rank {dest}", need)
 
@@ -454,7 +455,12 @@ class MpiTransport:
         data = bytearray(status.Get_count(self._mpi.BYTE))
         self._control.Recv(data, source, _OBJECT)
         self._last_progress = time.monotonic()
-        return pickle.loads(bytes(data))
+        number, call, obj = pickle.loads(bytes(data))
+        if (number, call) != (self._call_check.number, self._call_check.call):
+            names = {self._call_check.call or "nothing yet": [self.rank]}
+            names.setdefault(call or "nothing yet", []).append(source)
+            raise RuntimeFault(different_calls(names))
+        return obj
 
 
 def _load_mpi() -> Any:

@@ -97,6 +97,11 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[DistGraphError], str]] = {
         RuntimeFault,
         r"callbacks CSVLogger and CSVLogger both write a.csv; give each a path of its own",
     ),
+    "metric with the name of an epoch's number": (
+        lambda: train(metrics={"epoch": lambda o, t: o.mean()}),
+        GraphError,
+        "a metric is named 'epoch' but a history uses that name",
+    ),
     "annotates a module": (
         lambda: dg.shard_tensor(nn.Linear(6, 3), TP, [None, "tp"]),
         ShardingError,

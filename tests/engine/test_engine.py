@@ -103,6 +103,8 @@ def test_stopping_in_the_middle_of_an_epoch() -> None:
     through.fit((x, y), epochs=3, batch_size=8, progress=False)
     stopped.fit((x, y), epochs=3, batch_size=8, callbacks=[Stop()], progress=False)
     assert (stopped.step, stopped.epoch, stopped.position) == (5, 1, 8)
+    with pytest.raises(RuntimeFault, match="goes on after sample 8 of an epoch but the data has 6; give the"):
+        stopped.fit((x[:6], y[:6]), epochs=3, batch_size=8, resume=True, progress=False)
     stopped.fit((x, y), epochs=3, batch_size=8, resume=True, progress=False)
     assert stopped.history.losses == through.history.losses
     assert stopped.history.epochs == through.history.epochs

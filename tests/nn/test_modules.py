@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from support.programs.serial_training import GPT, Step, forward, initial, mean_cross_entropy, step_of
 
+import distgraph as dg
 from distgraph import nn, ops, optim
 from distgraph.errors import GraphError, ShardingError
 from distgraph.ir.mesh import ProcessMesh
@@ -38,6 +39,26 @@ def test_parameters_are_named_by_their_path_a_modules_own_first() -> None:
     width, inner, tokens = 8, 4 * 8, 11
     block = 4 * (width * width + width) + 2 * width * inner + inner + width + 4 * width
     assert model.parameter_count() == 2 * block + 2 * tokens * width + 5 * width + 2 * width
+
+
+def test_parts_in_private_attributes_are_parts_of_the_model() -> None:
+    class Private(nn.Module):
+        def __init__(self) -> None:
+            self._up, self._rest = nn.Linear(3, 4), [nn.Linear(4, 4), nn.Linear(4, 2)]
+
+        def forward(self, x: Any) -> Any:
+            return self._rest[1](self._rest[0](self._up(x)))
+
+    names = [name for name, _ in Private().named_parameters()]
+    assert names == [
+        f"{part}.{name}" for part in ("_up", "_rest.0", "_rest.1") for name in ("weight", "bias")
+    ]
+
+
+def test_a_prediction_and_a_target_of_other_shapes_have_no_squared_difference() -> None:
+    column, row = np.zeros((4, 1), "f4"), np.zeros(4, "f4")
+    with pytest.raises(GraphError, match=r"shape \(4, 1\) and a target of shape \(4,\) but"):
+        dg.trace(nn.MeanSquaredError(), column, row)
 
 
 def test_ops_carry_the_path_of_their_module() -> None:

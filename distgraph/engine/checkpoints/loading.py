@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from distgraph.engine.agreement import compare
 from distgraph.engine.executable import Compiled
 from distgraph.engine.history import History, Means
 from distgraph.engine.parameter_store import Reader, Record
@@ -26,8 +27,11 @@ def verify_files(checkpoint: Checkpoint, world: World) -> None:
     """Compare all files with their checksums, each rank a share of them. Collective.
 
     Raises:
-        RuntimeFault: on every process: names the first file, tensor and bytes that are damaged.
+        RuntimeFault: on every process: names the first file, tensor and bytes that are damaged; or processes
+            have different checkpoints.
     """
+    index = checkpoint.index
+    compare("engine.load()", {"checkpoint": f"step {index['step']} of run {index['run']}"})
     shares = world.gather(world.run(lambda rank: checkpoint.verify(rank, world.size)))
     wrong = [message for _, share in sorted(shares.items()) for message in share]
     if wrong:

@@ -24,19 +24,19 @@ _STRATEGY: ContextVar[str] = ContextVar("distgraph_strategy", default="")
 def plan_for(training_spec: TrainingSpec, default: Plan | str | Path | None) -> Plan | None:
     """The plan of an engine: that of the command, where the engine trains, before its own.
 
-    Warns about settings of the strategy that its own plan decides otherwise.
+    Warns about a setting of the strategy that the plan decides otherwise, if both are the engine's own or
+    the command gives both.
 
     Raises:
         GraphError: as `Plan.load`.
     """
+    plan = None
     if training_spec.optimizer is not None:
-        given = _GIVEN.get()
         path = os.environ.get(PLAN_VARIABLE)
-        if given is not None:
-            return given
-        if path:
-            return Plan.load(path)
-    plan = Plan.load(default) if isinstance(default, (str, Path)) else default
+        plan = _GIVEN.get() or (Plan.load(path) if path else None)
+    if plan is not None and not _strategy_text():  # the command takes the place of what the script says
+        return plan
+    plan = plan or (Plan.load(default) if isinstance(default, (str, Path)) else default)
     if plan is not None:
         warn_overruled(training_spec.strategy, plan)
     return plan
@@ -58,7 +58,12 @@ def strategy_given(default: Strategy) -> Strategy:
     Raises:
         ShardingError: a field is malformed, or contradicts another.
     """
-    return with_fields(default, _STRATEGY.get() or os.environ.get(STRATEGY_VARIABLE, ""))
+    return with_fields(default, _strategy_text())
+
+
+def _strategy_text() -> str:
+    """The fields of the strategy that the command gives."""
+    return _STRATEGY.get() or os.environ.get(STRATEGY_VARIABLE, "")
 
 
 def strategy_environment() -> dict[str, str]:

@@ -52,6 +52,8 @@ def warn_overruled(strategy: Strategy, plan: Plan) -> None:
     mesh = strategy.mesh
     if not broken and mesh is not None and not any(mesh == m or mesh.is_repeated_in(m) for m in meshes):
         broken = f"mesh={mesh}"
+    if not broken and strategy.split > plan.zero:
+        broken = f"zero={strategy.zero}"
     if broken and is_chief():
         name = broken.partition("=")[0]
         made = {**plan.texts(), "stages": str(len(stages)), "mesh": " and ".join(map(str, meshes))}

@@ -283,7 +283,7 @@ def metric_names(metrics: Sequence[Any] | Mapping[str, Any]) -> dict[str, Callab
         named = {getattr(m, "__name__", type(m).__name__).lower(): m for m in metrics}
         if len(named) != len(metrics):
             raise GraphError("metrics have equal names; pass a dict of name -> metric")
-    for reserved in ("loss", *(f"valid_{name}" for name in ("loss", *named))):
+    for reserved in ("epoch", "loss", "skipped_steps", *(f"valid_{name}" for name in ("loss", *named))):
         if reserved in named:
             raise GraphError(
                 f"a metric is named {reserved!r} but a history uses that name for another number; rename it: "

@@ -438,6 +438,7 @@ def test_plan_argument_is_checked(tmp_path: Path) -> None:
     [
         ({"micro_batches": 4}, "micro_batches=4 of Strategy has no effect.* decides it, as 2; leave one of"),
         ({"schedule": "gpipe"}, "schedule=gpipe of Strategy has no effect.* decides it, as 1f1b"),
+        ({"zero": 3}, "zero=3 of Strategy has no effect.* decides it, as 0"),
         ({"recompute": True}, "recompute=True of Strategy has no effect"),
         ({"mode": "auto", "stages": 3}, "stages=3 of Strategy has no effect.* decides it, as 1"),
         ({"mesh": ProcessMesh.grid(dp=4)}, r"mesh=mesh\(dp=4\) of Strategy has no effect.*, as mesh\(dp=2\)"),

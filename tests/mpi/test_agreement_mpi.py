@@ -1,0 +1,107 @@
+"""Ranks that give different arguments to a call of the engine: every rank raises, and all can go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import distgraph as dg
+from distgraph import nn, optim
+from distgraph.engine import Engine
+from distgraph.errors import DistGraphError, GraphError, RuntimeFault
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.runtime.launch.launch import current_transport
+from distgraph.runtime.transport.mpi import MpiTransport
+
+pytestmark = pytest.mark.mpi
+X = np.random.default_rng(0).normal(size=(40, 6)).astype("f4")
+Y = np.arange(40, dtype="i4") % 3
+
+
+@pytest.fixture
+def transport() -> MpiTransport:
+    transport = current_transport()
+    assert transport is not None
+    transport.barrier()
+    return transport
+
+
+def trained(rows: int = 40, *, lr: float = 0.1, seed: int = 0, loss: Any = None, **fit: Any) -> Engine:
+    strategy = dg.Strategy(mesh=ProcessMesh.grid(dp=2), batch_axis="dp")
+    model, loss = nn.Linear(6, 3), loss or nn.CrossEntropy()
+    engine = dg.Engine(model, loss, optim.SGD(lr=lr), seed=seed, strategy=strategy)
+    engine.fit((X[:rows], Y[:rows]), **{"batch_size": 10, "progress": False, **fit})
+    return engine
+
+
+def halved(output: Any, target: Any) -> Any:
+    return nn.CrossEntropy()(output, target) * 0.5
+
+
+CASES: dict[str, tuple[Callable[[int], Any], str]] = {
+    "seeds": (lambda last: trained(seed=last), r"engine.fit\(\): seed is 0 on rank 0 but 1 on rank \d"),
+    "learning rates": (lambda last: trained(lr=0.1 + last), "lr is 0.1 on rank 0 but 1.1 on rank"),
+    "samples": (lambda last: trained(40 - 10 * last), "samples is 40 on rank 0 but 30 on rank"),
+    "batch sizes": (lambda last: trained(batch_size=10 + 10 * last), "batch size is 10 on rank 0 but 20"),
+    "orders": (lambda last: trained(shuffle=bool(last)), "shuffle is False on rank 0 but True on rank"),
+    "losses": (
+        lambda last: trained(loss=halved if last else None),
+        r"the first run of the program to train: program is \d+ ops .* but \d+ ops",
+    ),
+    "samples to predict": (
+        lambda last: trained().predict(X[: 10 + 10 * last]),
+        r"engine.predict\(\): samples is 10 on rank 0 but 20 on rank",
+    ),
+    "samples to evaluate": (
+        lambda last: trained().evaluate((X[: 10 + 10 * last], Y[: 10 + 10 * last])),
+        r"engine.evaluate\(\): samples is 10 on rank 0 but 20",
+    ),
+    "places of a checkpoint": (lambda last: trained().save(f"place-{last}"), "path is place-0 on rank 0 but"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_different_arguments_are_refused_on_every_rank(case: str, transport: MpiTransport) -> None:
+    wrong, message = CASES[case]
+    with pytest.raises(RuntimeFault, match=f"{message}.*; give every rank the same"):
+        wrong(int(transport.rank == transport.size - 1))
+    assert len(trained().history.losses) == 4
+
+
+def test_different_checkpoints_are_not_loaded(transport: MpiTransport, tmp_path: Path) -> None:
+    folder = Path(transport.broadcast_object(tmp_path, 0))
+    engine = trained()
+    engine.save(folder / "four")
+    engine.run((X[:10], Y[:10]))
+    engine.save(folder / "five")
+    with pytest.raises(RuntimeFault, match=r"checkpoint is step 4 of run .* on rank 0 but step 5 of run"):
+        engine.load(folder / ("five" if transport.rank == transport.size - 1 else "four"))
+    assert engine.step == 5
+    engine.run((X[:10], Y[:10]))  # it stays as it was
+
+
+def test_a_program_that_some_ranks_cannot_compile_fails_on_all(transport: MpiTransport) -> None:
+    """A schedule refuses the program of its ranks; the other ranks hear of it, and the next program runs."""
+    if transport.size < 3:
+        pytest.skip("all ranks of two take part in the program")
+    meshes = ProcessMesh([0], ["dp"]), ProcessMesh([1], ["dp"])
+
+    class Back(nn.Module):
+        def __init__(self) -> None:
+            self.parts = [nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)]
+
+        def forward(self, x: Any) -> Any:
+            x = self.parts[0](dg.shard_tensor(x, meshes[0], ["dp", None]))
+            x = self.parts[1](dg.reshard(x, meshes[1], ["dp", None]))
+            return self.parts[2](dg.reshard(x, meshes[0], ["dp", None]))
+
+    strategy = dg.Strategy(schedule="zb-h1", micro_batches=2)
+    engine = dg.Engine(Back(), nn.CrossEntropy(), optim.SGD(lr=0.1), strategy=strategy)
+    error: type[DistGraphError] = GraphError if transport.rank < 2 else RuntimeFault
+    with pytest.raises(error, match="schedule zb-h1: a micro-batch comes back to stage 0"):
+        engine.run((X[:10], Y[:10]))
+    assert len(trained().history.losses) == 4
