@@ -110,6 +110,26 @@ def test_stopping_in_the_middle_of_an_epoch() -> None:
     assert stopped.history.epochs == through.history.epochs
 
 
+def test_a_loss_that_is_a_sum_is_refused_in_micro_batches() -> None:
+    """Losses of micro-batches are averaged; a mean that is written by hand passes."""
+
+    def difference(output: Any, target: Any) -> Any:
+        return ((output - target) ** 2).sum()
+
+    def mean(output: Any, target: Any) -> Any:
+        return difference(output, target) / output.size
+
+    x, y = np.ones((12, 3), "f4"), np.zeros((12, 2), "f4")
+    losses = []
+    for loss, count in ((mean, 1), (mean, 3), (mean, 4), (difference, 1)):
+        trained = dg.Engine(nn.Linear(3, 2), loss, optim.SGD(0.1), strategy=dg.Strategy(micro_batches=count))
+        losses.append(trained.run((x, y))["loss"])
+    np.testing.assert_allclose(losses, [losses[0]] * 3 + [24 * losses[0]], rtol=1e-6)
+    summed = dg.Engine(nn.Linear(3, 2), difference, optim.SGD(0.1), strategy=dg.Strategy(micro_batches=3))
+    with pytest.raises(GraphError, match="loss is a sum over the samples but micro_batches is 3"):
+        summed.run((x, y))
+
+
 def test_a_later_program_may_need_more_ranks() -> None:
     """One rank predicts first; the annotated target of training brings in three more."""
     first, second = dg.ProcessMesh([0], ["dp"]), dg.ProcessMesh([1, 2, 3], ["dp"])

@@ -42,6 +42,7 @@ def compile_program(
         GraphError, ShardingError: the program, its annotations or its plan do not fit together.
         ResourceError: the meshes need more devices than the cluster has.
     """
+    request.check_loss()
     serial, completed = complete_program(request, reference)
     dump_stage(request.mode, "serial", serial)
     dump_stage(request.mode, "completed", completed)

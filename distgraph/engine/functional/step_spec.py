@@ -11,7 +11,6 @@ import numpy as np
 
 from distgraph.engine.compile.training_spec import TrainingSpec, annotate_stored
 from distgraph.engine.data import Field
-from distgraph.engine.functional.accumulation import FIXED, Growth, growths
 from distgraph.engine.functional.gradients import StepTrace, tracing_step
 from distgraph.engine.functional.whole_batch import (
     StepTracing,
@@ -24,6 +23,7 @@ from distgraph.ir.graph import Graph
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import DistAttr
 from distgraph.optim import Optimizer
+from distgraph.passes.analysis.accumulation import FIXED, Growth, growths
 from distgraph.tracing.pytrees import check_same, leaves, map_leaves
 from distgraph.tracing.tensor import Tensor, emit_one
 from distgraph.tracing.tracer import Trace

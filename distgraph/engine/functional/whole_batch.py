@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from distgraph.engine.functional.accumulation import FIXED, Growth, attributes_differ
 from distgraph.errors import GraphError
 from distgraph.ir.graph import Op
+from distgraph.passes.analysis.accumulation import FIXED, Growth, attributes_differ
 from distgraph.tracing.tensor import Tensor
 from distgraph.tracing.tracer import Trace
 
