@@ -10,7 +10,9 @@ from distgraph.cli.script_options import PLAN, PRECISION, RUNTIME, STRATEGY, TAR
 from distgraph.engine.commands.overrides import giving
 from distgraph.engine.commands.script_plans import forecast_script
 from distgraph.engine.compile.program_forecast import check_outputs
+from distgraph.errors import RuntimeFault
 from distgraph.plan.plan import Plan
+from distgraph.serialization.atomic_files import check_writable
 
 
 def forecast(
@@ -25,11 +27,20 @@ def forecast(
     trace: Annotated[str, typer.Option("--trace", help="Write a Chrome trace, for ui.perfetto.dev.")] = "",
     measured: Annotated[
         str,
-        typer.Option("--measured", help="Timeline file of callbacks.Timeline to compare with the forecast."),
+        typer.Option(
+            "--measured",
+            help="Timeline file of callbacks.Timeline, for the report of --html.",
+        ),
     ] = "",
 ) -> None:
     """Forecast seconds and memory of a training step on a described cluster; nothing is trained."""
+    if measured and not html:
+        raise RuntimeFault(
+            f"forecast: --measured is {measured} but there is no report to show it in; add --html report.html"
+        )
     timeline = check_outputs(html or None, measured or None)
+    if trace:
+        check_writable(trace, RuntimeFault)
     with giving(Plan.load(plan) if plan else None, strategy=strategy_text(precision, strategy)):
         result = forecast_script(script, args or (), cluster or None, runtime or None)
     typer.echo(result)

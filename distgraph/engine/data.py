@@ -74,8 +74,16 @@ class MapSource:
             self._whole = self._takes_arrays()
         if self._whole:
             return _fields(self.dataset[rows])
-        samples = [_fields(self.dataset[int(row)]) for row in rows]
-        return _stack(samples, rows)
+        return _stack([self._sample(int(row)) for row in rows], rows)
+
+    def _sample(self, row: int) -> Fields:
+        try:
+            return _fields(self.dataset[row])
+        except IndexError as error:
+            raise RuntimeFault(
+                f"data set {type(self.dataset).__name__} has {len(self)} samples by its __len__ but none of "
+                f"index {row}: {error}; correct one of them"
+            ) from error
 
     def _takes_arrays(self) -> bool:
         probe = np.zeros(2, np.int64)
@@ -106,6 +114,15 @@ def as_source(data: Any) -> Source:
         raise RuntimeFault(
             "data is a tuple of dicts and arrays, which would be one sample each; pass one dict with all "
             "fields, such as the inputs of the model and the labels"
+        )
+    if isinstance(data, tuple) and any(map(_is_array, data)) and any(isinstance(x, tuple) for x in data):
+        raise RuntimeFault(
+            "data is a tuple of tuples and arrays, which would be one sample each; pass all fields in a row, "
+            "such as (x, z, labels) for a model of two inputs, or a dict with the names of its arguments"
+        )
+    if isinstance(data, tuple) and data and all(isinstance(x, list) for x in data):
+        raise RuntimeFault(
+            "data is a tuple of lists, which would be one sample each; pass arrays, such as np.asarray(x)"
         )
     if _is_array(data):
         return _arrays({f"{POSITION}0": data})

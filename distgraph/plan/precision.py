@@ -7,7 +7,7 @@ al., "A Study of BFLOAT16 for Deep Learning Training", 2019 (no scaling is neede
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Literal
 
 from distgraph.errors import ShardingError
@@ -58,6 +58,15 @@ class MixedPrecision:
         if both:
             raise ShardingError(
                 f"allow and deny of MixedPrecision both name {', '.join(both)}; leave each out of one of them"
+            )
+
+        scale = ("loss_scale", "growth_interval", "growth", "backoff")
+        defaults = {each.name: each.default for each in fields(self)}
+        given = next((name for name in scale if getattr(self, name) != defaults[name]), None)
+        if given is not None and not self.scales:
+            raise ShardingError(
+                f"{given} of MixedPrecision is {getattr(self, given):g} but bf16 scales no loss; leave it "
+                f'out, or use "fp16"'
             )
 
     @property

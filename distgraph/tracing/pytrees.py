@@ -54,7 +54,7 @@ def check_same(subject: str, before: Any, after: Any) -> None:
         raise GraphError(
             f"{subject} has the leaves {', '.join(new[:4]) or 'none'} but had "
             f"{', '.join(old[:4]) or 'none'}: "
-            f"different are {', '.join(differing[:4])}; return a state of the same structure"
+            f"different are {', '.join(differing[:4])}; give both the same structure"
         )
 
 

@@ -44,7 +44,7 @@ from distgraph.runtime.profile.processor_use import OtherUse, ProcessorWatch
 from distgraph.runtime.profile.resource_writer import write_measured
 from distgraph.runtime.profile.shared_cores import CoreSharing, HostProbe, HostProbes
 from distgraph.runtime.transport.mpi import MpiTransport
-from distgraph.serialization.atomic_files import write_atomically
+from distgraph.serialization.atomic_files import check_writable, write_atomically
 from distgraph.serialization.documents import refuse, shown
 
 _REPEATS: Final = 15
@@ -117,8 +117,9 @@ def profile(request: Request, host: HostProbes = tuple) -> int:
 
     Raises:
         ResourceError: the file does not fit the ranks, or the seconds did not suffice for a fit.
-        RuntimeFault: no MPI for several ranks.
+        RuntimeFault: the file cannot be written; no MPI for several ranks.
     """
+    check_writable(request.output, RuntimeFault)
     given = ranks_of_job()
     if given > 1:
         if request.ranks not in (1, given):

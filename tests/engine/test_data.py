@@ -88,6 +88,11 @@ def test_blocks_are_loaded_once() -> None:
     ("data", "message"),
     [
         (({"x": np.ones((4, 2))}, np.ones(4)), "data is a tuple of dicts and arrays, .* pass one dict"),
+        (
+            ((np.ones((4, 2)), np.ones(4)), np.ones(4)),
+            r"tuple of tuples and arrays, .* such as \(x, z, labels\)",
+        ),
+        (([[1.0], [2.0]], [0, 1]), "data is a tuple of lists, .* pass arrays, such as np.asarray"),
         (None, "data is None"),
         (iter([1, 2]), "is a list_iterator, which has no length"),
         ("text", "is a str"),
@@ -102,6 +107,18 @@ def test_blocks_are_loaded_once() -> None:
 def test_refused(data: Any, message: str) -> None:
     with pytest.raises(RuntimeFault, match=message):
         as_source(data)
+
+
+def test_a_data_set_that_is_shorter_than_it_says() -> None:
+    class Short(list[Any]):
+        def __len__(self) -> int:
+            return 3
+
+    source = as_source(Short([(np.ones(2), 0), (np.ones(2), 1)]))
+    with pytest.raises(
+        RuntimeFault, match="data set Short has 3 samples by its __len__ but none of index 2: "
+    ):
+        source.load(np.array([1, 2]))
 
 
 @pytest.mark.parametrize("size", [0, -1, 2.5])

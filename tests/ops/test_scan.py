@@ -70,7 +70,7 @@ BAD: dict[str, tuple[Any, str]] = {
         _scan_with(lambda c, v: (ops.cast(c, "f32"), None), _same),
         r"carry \(f32\[3\]\) but gets \(f64\[3\]\)",
     ),
-    "structure": (_scan_with(lambda c, v: ((c, c), None), _same), "return a state of the same structure"),
+    "structure": (_scan_with(lambda c, v: ((c, c), None), _same), "give both the same structure"),
     "no pair": (_scan_with(lambda c, v: c, _same), r"must return \(carry, y\) but returns a Tensor"),
     "lengths": (_scan_with(_keep, lambda x: (x, x[1:])), "is 4 and 3: the tensors of xs"),
     "length": (_scan_with(_keep, _same, length=5), "is 4 and 5: the tensors of xs"),

@@ -15,11 +15,12 @@ if TYPE_CHECKING:
     from distgraph.engine.callbacks.callback import Callback
 
 
-def check_place(who: str, path: str | Path) -> None:
-    """Check that a file could be created at a path, with its folders.
+def check_place(who: str, path: str | Path, *, file: bool = False) -> None:
+    """Check that a folder, or a file, could be created at a path, with its folders.
 
     Raises:
-        RuntimeFault: the path is empty, or its nearest existing parent is no folder or takes no new files.
+        RuntimeFault: the path is empty, or its nearest existing parent is no folder or takes no new files; or
+            a file is to be written where a folder is.
     """
     given: object = path
     is_path = isinstance(given, (str, os.PathLike)) and str(path) and "\0" not in str(path)
@@ -27,7 +28,9 @@ def check_place(who: str, path: str | Path) -> None:
     if not fails:
         try:
             folder = next(parent for parent in Path(path).absolute().parents if parent.exists())
-            if not folder.is_dir():
+            if file and Path(path).is_dir():
+                fails = "it is a folder"
+            elif not folder.is_dir():
                 fails = f"{folder} is no folder"
             elif not os.access(folder, os.W_OK | os.X_OK):
                 fails = f"{folder} takes no new files"

@@ -92,6 +92,10 @@ class ModelCheckpoint(Callback):
                 f"ModelCheckpoint: best={best!r} is measured once an epoch but every_steps is {every_steps}; "
                 f"leave out one of them"
             )
+        if best is None and mode != "min":
+            raise RuntimeFault(
+                f"ModelCheckpoint: mode is {mode!r} but best is not given, so nothing is compared; give both"
+            )
         if keep is not None and not self.path.fields:
             raise RuntimeFault(
                 f"ModelCheckpoint: keep is {keep} but path {self.path.text!r} is one directory; write "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import errno
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -18,6 +19,7 @@ from distgraph.errors import RuntimeFault
 from distgraph.errors.arguments import Count, Size, checked_arguments
 from distgraph.serialization.atomic_files import check_writable
 from distgraph.serialization.documents import shown_path
+from distgraph.tracing.tracer import user_stack_level
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -35,7 +37,7 @@ class CSVLogger(Callback):
     """
 
     def __init__(self, path: str | Path, append: bool = False) -> None:
-        check_place("CSVLogger", path)
+        check_place("CSVLogger", path, file=True)
         self.path = self.writes = Path(path)
         self.append = append
         self._names: list[str] = []
@@ -103,7 +105,7 @@ class Timeline(Callback):
     """
 
     def __init__(self, path: str | Path, after: Size = 10, steps: Count = 5) -> None:
-        check_place("Timeline", path)
+        check_place("Timeline", path, file=True)
         self.path = self.writes = Path(path)
         self.after, self.steps = after, steps
         self._begin = -1  # step after which it begins
@@ -119,8 +121,15 @@ class Timeline(Callback):
         self._look(engine)
 
     def on_train_end(self, engine: Engine) -> None:
-        """See `Callback`. Training that ends early leaves the steps so far."""
+        """See `Callback`. Training that ends early leaves the steps so far; before the first, it warns."""
         self._write(engine)
+        if engine.is_chief and engine.step < self._begin:
+            warnings.warn(
+                f"Timeline: after is {self.after} but training ended {self._begin - engine.step} steps "
+                f"before the first that would be recorded, so {self.path} is not written; give a smaller number",
+                UserWarning,
+                stacklevel=user_stack_level(),
+            )
 
     def _look(self, engine: Engine) -> None:
         if engine.step == self._begin:

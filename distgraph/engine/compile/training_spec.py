@@ -168,10 +168,13 @@ class TrainingSpec:
         try:
             inspect.signature(function).bind(*values, **named)
         except TypeError as error:
+            advice = "pass (inputs, target), or a dict with the names of its arguments"
+            if self.loss is None:
+                advice = f"the engine has no loss, so that every field is an input: give it one, or {advice}"
             raise GraphError(
                 f"model takes ({', '.join(arguments(self.model) or ())}) but the batch gives it "
                 f"{len(values) + len(named)} "
-                f"inputs: {error}; pass (inputs, target), or a dict with the names of its arguments"
+                f"inputs: {error}; {advice}"
             ) from None
         output = self.model(*values, **named)
         if output is None:

@@ -19,6 +19,7 @@ from distgraph.engine.functional.step_spec import (
     differentiated_leaves,
 )
 from distgraph.engine.parameter_store import assign_tensors, gather_tensors
+from distgraph.engine.validation import check_micro_batches
 from distgraph.errors import GraphError, RuntimeFault, ShardingError
 from distgraph.errors.arguments import check_count, checked_arguments, is_integer
 from distgraph.ir.dtypes import short
@@ -166,6 +167,8 @@ class ParallelizedStep:
 
     def _begin(self, state: Any, batch: Any, fields: Mapping[str, np.ndarray], samples: int) -> None:
         """Trace the step once to see which leaves of the state are parameters, and make the engine."""
+        if self._plan is None:
+            check_micro_batches(samples, self._strategy.start.micro_batches)
         types = {name: (array.shape, short(array.dtype)) for name, array in fields.items()}
         program = StepProgram(self.__wrapped__, map_leaves(_buffer, state), batch, samples)
         learned = differentiated_leaves(program, types)
@@ -302,7 +305,7 @@ def parallelize(
         cluster: what searches and forecasts are for; by default a local one of `devices` ranks.
         donate: whether a step uses its state up; with False it returns NumPy arrays.
         plan: a plan, or its file, in place of a method.
-        strategy: replaces what method, devices, micro_batches and stages say.
+        strategy: takes the place of method, devices, micro_batches and stages, which are left out.
 
     Raises:
         ShardingError: the method does not exist, or the numbers do not fit together.
@@ -333,6 +336,13 @@ def parallelize(
         raise ShardingError(
             f"layers of parallelize is 'manual' but method {method!r} does not read marks; give "
             "method='pipeline', or leave layers out"
+        )
+    given = {"devices": devices, "micro_batches": micro_batches, "stages": stages}
+    if strategy is not None and any(value is not None for value in given.values()):
+        name = next(name for name, value in given.items() if value is not None)
+        raise ShardingError(
+            f"{name} of parallelize is {given[name]!r} but a strategy is given, which takes its place; leave "
+            f"one of them out"
         )
     resources = load_cluster(cluster) if isinstance(cluster, (str, Path)) else cluster
     count = _ranks(devices, resources)

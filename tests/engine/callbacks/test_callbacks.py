@@ -227,6 +227,7 @@ def test_a_damaged_checkpoint_does_not_count(tmp_path: Path) -> None:
         ({"every_steps": 0}, "every_steps of ModelCheckpoint is 0 but must be an integer"),
         ({"keep": 0, "path": "{step}"}, "keep of ModelCheckpoint is 0 but must be an integer"),
         ({"keep": 2}, "keep is 2 but path 'x' is one directory; write {epoch} or {step} in it"),
+        ({"mode": "max"}, "mode is 'max' but best is not given, so nothing is compared; give both"),
         ({"best": 3}, "best of ModelCheckpoint is 3 but must be text"),
         ({"best": "loss", "every_steps": 3}, "measured once an epoch but every_steps is 3; leave out one"),
     ],
@@ -435,3 +436,17 @@ def test_numbers_that_no_epoch_measures_are_told_before_training(watch: Callback
     ):
         engine().fit(data(8), batch_size=8, callbacks=[counts, watch], progress=False)
     assert counts.steps == 0
+
+
+def test_a_timeline_that_begins_after_the_end_of_training_warns(tmp_path: Path) -> None:
+    with pytest.warns(
+        UserWarning, match=r"Timeline: after is 10 but training ended 9 steps before the first"
+    ):
+        engine().fit(data(8), 1, 8, callbacks=[Timeline(tmp_path / "t.json")], progress=False)
+    assert not (tmp_path / "t.json").exists()
+
+
+def test_a_file_where_a_folder_is(tmp_path: Path) -> None:
+    for callback in (CSVLogger, Timeline):
+        with pytest.raises(RuntimeFault, match=f"{callback.__name__}: .* cannot be written: it is a folder"):
+            callback(tmp_path)

@@ -261,6 +261,10 @@ def test_errors(given: dict[str, Any], message: str) -> None:
         ({"deny": "softmax"}, "deny of MixedPrecision is 'softmax' but must be a list"),
         ({"allow": ["exp"], "deny": ["exp"]}, "both name exp"),
         ({"loss_scale": 0}, "loss_scale of MixedPrecision is 0"),
+        (
+            {"loss_scale": 8},
+            "loss_scale of MixedPrecision is 8 but bf16 scales no loss; leave it out, or use",
+        ),
         ({"backoff": 1}, "backoff of MixedPrecision is 1 .* below 1"),
         ({"growth_interval": 0}, "growth_interval of MixedPrecision is 0"),
     ],

@@ -179,6 +179,16 @@ def test_steps_that_cannot_be_distributed(function: Any, message: str) -> None:
         dg.parallelize(function, method="data_parallel", micro_batches=2)(np.ones((3, 2)), np.ones((8, 3)))
 
 
+def test_a_batch_that_micro_batches_do_not_divide() -> None:
+    step = dg.parallelize(
+        lambda w, x: (w - dg.grad(lambda w: (x @ w).mean())(w), {}), method="data_parallel", micro_batches=3
+    )
+    with pytest.raises(
+        GraphError, match="batch_size is 8 but micro_batches of the strategy is 3; make one a"
+    ):
+        step(np.ones((3, 2)), np.ones((8, 3)))
+
+
 def test_grad_outside_of_a_step() -> None:
     with pytest.raises(GraphError, match="grad is called outside of a training step"):
         dg.grad(lambda w: w)(np.ones(1))
@@ -194,6 +204,7 @@ def test_grad_outside_of_a_step() -> None:
         ({"method": "pipeline", "layers": "manual", "stages": 3, "devices": 4}, "stages of parallelize is 3"),
         ({"method": "shard", "stages": 2}, "stages of parallelize is 2 but method 'shard' has no pipeline"),
         ({"method": "zero2", "layers": "manual"}, "layers .* is 'manual' but method 'zero2' does not read"),
+        ({"devices": 2, "strategy": dg.Strategy()}, "devices of parallelize is 2 but a strategy is given"),
         ({"layers": "manual"}, "layers of parallelize is 'manual' but method 'auto' does not read marks"),
     ],
 )  # fmt: skip

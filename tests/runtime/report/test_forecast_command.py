@@ -33,7 +33,15 @@ def test_what_a_page_needs_is_missed_before_anything_is_forecast(files, tmp_path
     code, output = invoke("forecast", script, "--cluster", cluster, "--html", str(tmp_path / "r.html"))
     assert code == 1
     assert "report needs plotly, which is not installed; pip install" in output
-    code, output = invoke("forecast", script, "--cluster", cluster, "--measured", str(tmp_path / "none.json"))
+    for name in ("plotly", "plotly.io"):
+        monkeypatch.delitem(sys.modules, name)
+    timeline = ("--measured", str(tmp_path / "none.json"))
+    code, output = invoke("forecast", script, "--cluster", cluster, *timeline)
+    assert code == 1
+    assert "none.json but there is no report to show it in; add --html report.html" in " ".join(
+        output.split()
+    )
+    code, output = invoke("forecast", script, "--cluster", cluster, *timeline, "--html", "r.html")
     assert code == 1
     assert "none.json: cannot be read" in output
     x = rng.normal(size=(12, 6)).astype("f4")
