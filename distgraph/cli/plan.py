@@ -92,14 +92,12 @@ def plan(
         memory=memory,
         devices=devices,
     )
-    if mode not in MODES:
-        raise GraphError(f"plan: --mode is {mode!r} but must be one of {', '.join(MODES)}")
     if any(field.startswith("mode=") for field in strategy.split()):
         raise GraphError(
             f"plan: --strategy is {strategy!r} but the mode of a plan is given by --mode, which is {mode}; "
             f"give it there"
         )
-    if seconds is not None and mode not in SEARCHED and not constraints.chooses:
+    if seconds is not None and mode in set(MODES).difference(SEARCHED) and not constraints.chooses:
         raise GraphError(
             f"plan: --seconds is {seconds:g} but mode {mode!r} searches nothing; leave it out, or use another"
         )

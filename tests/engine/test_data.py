@@ -90,7 +90,7 @@ def test_blocks_are_loaded_once() -> None:
         (({"x": np.ones((4, 2))}, np.ones(4)), "data is a tuple of dicts and arrays, .* pass one dict"),
         (
             ((np.ones((4, 2)), np.ones(4)), np.ones(4)),
-            r"tuple of tuples and arrays, .* such as \(x, z, labels\)",
+            r"tuples and arrays, .* such as \(x, z, labels\)",
         ),
         (([[1.0], [2.0]], [0, 1]), "data is a tuple of lists, .* pass arrays, such as np.asarray"),
         (None, "data is None"),
@@ -115,9 +115,7 @@ def test_a_data_set_that_is_shorter_than_it_says() -> None:
             return 3
 
     source = as_source(Short([(np.ones(2), 0), (np.ones(2), 1)]))
-    with pytest.raises(
-        RuntimeFault, match="data set Short has 3 samples by its __len__ but none of index 2: "
-    ):
+    with pytest.raises(RuntimeFault, match="data set Short has 3 samples by its __len__ but none of index 2"):
         source.load(np.array([1, 2]))
 
 

@@ -52,6 +52,7 @@ OTHERS = {
 }  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:Timeline. after")  # which legal numbers may lead to
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numbers that overflow: a rate of 1e30 is legal
 @pytest.mark.parametrize("group", GROUPS)
 def test_wrong_arguments_are_refused(

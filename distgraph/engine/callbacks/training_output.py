@@ -126,7 +126,7 @@ class Timeline(Callback):
         if engine.is_chief and engine.step < self._begin:
             warnings.warn(
                 f"Timeline: after is {self.after} but training ended {self._begin - engine.step} steps "
-                f"before the first that would be recorded, so {self.path} is not written; give a smaller number",
+                f"before the first that would be recorded, so {self.path} is not written; give less",
                 UserWarning,
                 stacklevel=user_stack_level(),
             )

@@ -330,20 +330,7 @@ def parallelize(
         raise ShardingError(
             f"method {method!r} of parallelize does not exist; it is one of {', '.join(METHODS)}"
         )
-    if layers not in LAYERS:
-        raise ShardingError(f"layers of parallelize is {layers!r} but must be one of {', '.join(LAYERS)}")
-    if layers == "manual" and method != "pipeline":
-        raise ShardingError(
-            f"layers of parallelize is 'manual' but method {method!r} does not read marks; give "
-            "method='pipeline', or leave layers out"
-        )
-    given = {"devices": devices, "micro_batches": micro_batches, "stages": stages}
-    if strategy is not None and any(value is not None for value in given.values()):
-        name = next(name for name, value in given.items() if value is not None)
-        raise ShardingError(
-            f"{name} of parallelize is {given[name]!r} but a strategy is given, which takes its place; leave "
-            f"one of them out"
-        )
+    _check_settings(method, layers, strategy, devices=devices, micro_batches=micro_batches, stages=stages)
     resources = load_cluster(cluster) if isinstance(cluster, (str, Path)) else cluster
     count = _ranks(devices, resources)
     meshes: tuple[ProcessMesh, ...] = ()
@@ -360,6 +347,23 @@ def parallelize(
             resources = local_cluster(count)
     marked = method == "pipeline" and layers == "manual"
     return ParallelizedStep(function, chosen, resources, meshes, marked, donate, plan)
+
+
+def _check_settings(method: str, layers: str, strategy: Strategy | None, **given: int | None) -> None:
+    """Raises ShardingError where settings of `parallelize` do not go together."""
+    if layers not in LAYERS:
+        raise ShardingError(f"layers of parallelize is {layers!r} but must be one of {', '.join(LAYERS)}")
+    if layers == "manual" and method != "pipeline":
+        raise ShardingError(
+            f"layers of parallelize is 'manual' but method {method!r} does not read marks; give "
+            "method='pipeline', or leave layers out"
+        )
+    name = next((name for name, value in given.items() if value is not None), None)
+    if strategy is not None and name is not None:
+        raise ShardingError(
+            f"{name} of parallelize is {given[name]!r} but a strategy is given, which takes its place; leave "
+            f"one of them out"
+        )
 
 
 def _ranks(devices: int | None, cluster: Cluster | None) -> int:

@@ -439,9 +439,7 @@ def test_numbers_that_no_epoch_measures_are_told_before_training(watch: Callback
 
 
 def test_a_timeline_that_begins_after_the_end_of_training_warns(tmp_path: Path) -> None:
-    with pytest.warns(
-        UserWarning, match=r"Timeline: after is 10 but training ended 9 steps before the first"
-    ):
+    with pytest.warns(UserWarning, match=r"Timeline: after is 10 but training ended 9 steps before"):
         engine().fit(data(8), 1, 8, callbacks=[Timeline(tmp_path / "t.json")], progress=False)
     assert not (tmp_path / "t.json").exists()
 

@@ -23,6 +23,19 @@ from distgraph.ir.mesh import ProcessMesh
 from distgraph.runtime.forecast.forecast import Forecast
 
 
+def test_a_timeline_is_read_before_anything_is_forecast_and_needs_a_report(files, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "distgraph.engine.compile.program_forecast.forecast", lambda *args, **how: pytest.fail("forecast")
+    )
+    asked = ("forecast", files[0], "--cluster", files[1], "--measured", str(tmp_path / "none.json"))
+    code, output = invoke(*asked)
+    assert code == 1
+    assert "but there is no report to show it in; add --html report.html" in " ".join(output.split())
+    code, output = invoke(*asked, "--html", "r.html")
+    assert code == 1
+    assert "none.json: cannot be read" in output
+
+
 def test_what_a_page_needs_is_missed_before_anything_is_forecast(files, tmp_path, monkeypatch, rng):
     monkeypatch.setitem(sys.modules, "plotly", None)
     monkeypatch.setitem(sys.modules, "plotly.io", None)
@@ -33,17 +46,6 @@ def test_what_a_page_needs_is_missed_before_anything_is_forecast(files, tmp_path
     code, output = invoke("forecast", script, "--cluster", cluster, "--html", str(tmp_path / "r.html"))
     assert code == 1
     assert "report needs plotly, which is not installed; pip install" in output
-    for name in ("plotly", "plotly.io"):
-        monkeypatch.delitem(sys.modules, name)
-    timeline = ("--measured", str(tmp_path / "none.json"))
-    code, output = invoke("forecast", script, "--cluster", cluster, *timeline)
-    assert code == 1
-    assert "none.json but there is no report to show it in; add --html report.html" in " ".join(
-        output.split()
-    )
-    code, output = invoke("forecast", script, "--cluster", cluster, *timeline, "--html", "r.html")
-    assert code == 1
-    assert "none.json: cannot be read" in output
     x = rng.normal(size=(12, 6)).astype("f4")
     trained = engine(grid(dp=3))
     trained.prepare((x, x[:, :1]))
