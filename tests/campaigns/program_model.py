@@ -299,15 +299,18 @@ def make_engine(case: Case, plan: Any = None, seed: int | None = None) -> Engine
     loss = None if program.loss == "inside" else lambda output, target: loss_of(model, output, target)
     meshes = model._meshes
     axis = meshes[0].axes[layout.seed % len(meshes[0].axes)] if meshes else None
-    strategy = dg.Strategy(
-        mode=layout.mode,
-        micro_batches=program.micro,
-        schedule=layout.schedule,
-        executor=layout.executor,
-        refine=layout.refine,
-        mesh=meshes[0] if layout.batch_axis else None,
-        batch_axis=axis if layout.batch_axis else None,
+    decided = (
+        {}
+        if plan is not None
+        else {
+            "mode": layout.mode,
+            "micro_batches": program.micro,
+            "schedule": layout.schedule,
+            "mesh": meshes[0] if layout.batch_axis else None,
+            "batch_axis": axis if layout.batch_axis else None,
+        }
     )
+    strategy = dg.Strategy(executor=layout.executor, refine=layout.refine, **decided)
     states = optim.shard_states(meshes[0], axis) if layout.states and meshes else None
     return Engine(
         model.forward if program.plain else model,

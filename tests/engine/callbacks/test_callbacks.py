@@ -438,12 +438,6 @@ def test_numbers_that_no_epoch_measures_are_told_before_training(watch: Callback
     assert counts.steps == 0
 
 
-def test_a_timeline_that_begins_after_the_end_of_training_warns(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match=r"Timeline: after is 10 but training ended 9 steps before"):
-        engine().fit(data(8), 1, 8, callbacks=[Timeline(tmp_path / "t.json")], progress=False)
-    assert not (tmp_path / "t.json").exists()
-
-
 def test_a_file_where_a_folder_is(tmp_path: Path) -> None:
     for callback in (CSVLogger, Timeline):
         with pytest.raises(RuntimeFault, match=f"{callback.__name__}: .* cannot be written: it is a folder"):

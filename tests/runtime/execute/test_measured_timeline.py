@@ -138,7 +138,10 @@ def test_the_callback_records_some_steps_of_fit(tmp_path: Path) -> None:
     early = Timeline(tmp_path / "early.json", after=1, steps=9)
     trained.fit(data(24), batch_size=8, callbacks=[early], progress=False)
     assert [step.number for step in MeasuredTimeline.read(tmp_path / "early.json").steps] == [14, 15]
-    trained.fit(data(24), batch_size=8, callbacks=[Timeline(tmp_path / "no.json", after=9)], progress=False)
+    with pytest.warns(UserWarning, match="training ended 6 steps before the first that would be recorded"):
+        trained.fit(
+            data(24), batch_size=8, callbacks=[Timeline(tmp_path / "no.json", after=9)], progress=False
+        )
     assert not (tmp_path / "no.json").exists()
     with pytest.raises(RuntimeFault, match="steps of Timeline is 0 but must be an integer"):
         Timeline(path, after=0, steps=0)
