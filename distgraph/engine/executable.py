@@ -14,6 +14,7 @@ from distgraph.engine.data import Batch
 from distgraph.engine.parameter_store import Memory
 from distgraph.errors import RuntimeFault
 from distgraph.ir.dtypes import short, to_numpy
+from distgraph.passes.partition import RankProgram
 from distgraph.resources import RankMapping
 from distgraph.runtime.execute.device import Device, Inlet, captures_of
 from distgraph.runtime.execute.finite_check import Guard, checked_values, needs_no_message
@@ -109,20 +110,31 @@ class Compiled:
         attrs = self.build.lowered.attrs
         return all(set(attrs[value.name].mesh.members) == ranks for _, value in self.build.lowered.outputs)
 
+    def partition(self, rank: int) -> RankProgram | None:
+        """The program of a rank; None for a rank without one."""
+        return self.build.program(rank) if rank in self.build.ranks else None
+
     def prepare(
-        self, rank: int, device: Device, memory: Memory, control: Transport | None, *, mixed: bool = False
+        self,
+        rank: int,
+        program: RankProgram | None,
+        device: Device,
+        memory: Memory,
+        control: Transport | None,
+        *,
+        mixed: bool = False,
     ) -> None:
         """Compile the program of a rank. Collective: all ranks of the world call it, also those without one.
 
         Args:
-            rank, device, memory: the rank, its device, the blocks of parameters and states.
+            rank, program: the rank and its program, see `partition`.
+            device, memory: its device, the blocks of parameters and states.
             control: transport of the rank for host arrays; None where there is one rank.
             mixed: whether the ranks of the program have devices of several types.
         """
-        if rank not in self.build.ranks:
+        if program is None:
             device.prepare(None)
             return
-        program = self.build.program(rank)
         inputs = self.build.lowered.sources("input")
         self.numbers = {str(op.attrs["name"]): op.result.dtype for op in inputs if not op.result.shape}
         device.prepare(program)

@@ -335,11 +335,13 @@ class Session:
         world = self.ranks()
         if not compiled.ready:
             devices, mixed = self.memory.devices, self.is_mixed(compiled)
+            agree_on_program(compiled, self.memory.seed, scalars)
+            programs = run_together(world, compiled.partition)
 
             def prepare(rank: int) -> None:
-                compiled.prepare(rank, devices[rank], self.memory, world.transport(rank), mixed=mixed)
+                control, program = world.transport(rank), programs[rank]
+                compiled.prepare(rank, program, devices[rank], self.memory, control, mixed=mixed)
 
-            agree_on_program(compiled, self.memory.seed, scalars)
             run_together(world, prepare)
             compiled.ready = True
             for rank, worker in sorted(compiled.workers.items()):
