@@ -4,6 +4,9 @@ A data set is a tuple of arrays, a dict of arrays, one array, or anything with `
 map-style data set). A map-style data set is indexed with an array of indices where it supports that, else
 with one index after the other; it returns an array, a tuple or a dict.
 
+The fields of a model with several inputs stand in a row, as in `(x, z, labels)`, or in a dict by the names of
+its arguments. A list of samples, such as `[(x0, y0), (x1, y1)]`, is a map-style data set.
+
 The order is a function of seed and epoch only: it does not depend on the mesh or the number of ranks.
 """
 
@@ -16,13 +19,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from distgraph.errors import GraphError, RuntimeFault
+from distgraph.errors import DistGraphError, GraphError, RuntimeFault
 from distgraph.errors.arguments import array_of, check_count, check_unmasked
 from distgraph.ir.dtypes import short, to_numpy
 from distgraph.kernels.random import random_key
 
 POSITION = "batch."
 """Fields of a tuple are named "batch.0", "batch.1", ..."""
+
+_LOOKED_AT = 8  # items of a list, to see whether it has fields or samples
 
 Fields = dict[str, Any]
 Field = tuple[tuple[int, ...], str]
@@ -69,20 +74,26 @@ class MapSource:
         return len(self.dataset)
 
     def load(self, rows: np.ndarray) -> Fields:
-        """Samples by rows. Raises RuntimeFault when they do not stack."""
+        """Samples by rows. Raises RuntimeFault when they do not stack, or the data set raises an error."""
         if self._whole is None:
             self._whole = self._takes_arrays()
         if self._whole:
-            return _fields(self.dataset[rows])
-        return _stack([self._sample(int(row)) for row in rows], rows)
+            return _fields(self._get(rows, rows))
+        return _stack([_fields(self._get(int(row), [row])) for row in rows], rows)
 
-    def _sample(self, row: int) -> Fields:
+    def _get(self, index: Any, rows: Sequence[int] | np.ndarray) -> Any:
+        """What the data set returns for an index. Raises RuntimeFault for any error of it."""
         try:
-            return _fields(self.dataset[row])
-        except IndexError as error:
+            return self.dataset[index]
+        except DistGraphError:
+            raise
+        except Exception as error:
+            shown = ", ".join(map(str, rows[:4])) + ", ..." * (len(rows) > 4)
+            at = f"the indices {shown}" if len(rows) > 1 else f"index {shown}"
+            way = "leave the sample out" if not isinstance(error, IndexError) else "its __len__"
             raise RuntimeFault(
-                f"data set {type(self.dataset).__name__} has {len(self)} samples by its __len__ but none of "
-                f"index {row}: {error}; correct one of them"
+                f"data set {type(self.dataset).__name__} has {len(self)} samples by its __len__ but fails at "
+                f"{at}: {type(error).__name__}: {error}; correct its __getitem__, or {way}"
             ) from error
 
     def _takes_arrays(self) -> bool:
@@ -110,20 +121,8 @@ def as_source(data: Any) -> Source:
         return _arrays({f"{POSITION}{i}": a for i, a in enumerate(data)})
     if isinstance(data, Mapping):
         return _arrays(dict(data))
-    if isinstance(data, tuple) and any(map(_is_array, data)) and any(isinstance(x, Mapping) for x in data):
-        raise RuntimeFault(
-            "data is a tuple of dicts and arrays, which would be one sample each; pass one dict with all "
-            "fields, such as the inputs of the model and the labels"
-        )
-    if isinstance(data, tuple) and any(map(_is_array, data)) and any(isinstance(x, tuple) for x in data):
-        raise RuntimeFault(
-            "data is a tuple of tuples and arrays, which would be one sample each; pass all fields in a row, "
-            "such as (x, z, labels) for a model of two inputs, or a dict with the names of its arguments"
-        )
-    if isinstance(data, tuple) and data and all(isinstance(x, list) for x in data):
-        raise RuntimeFault(
-            "data is a tuple of lists, which would be one sample each; pass arrays, such as np.asarray(x)"
-        )
+    if type(data) in (tuple, list):  # subclasses may have an index of their own
+        _check_items(data)
     if _is_array(data):
         return _arrays({f"{POSITION}0": data})
     if not hasattr(data, "__getitem__") or not hasattr(data, "__len__") or isinstance(data, str):
@@ -135,6 +134,40 @@ def as_source(data: Any) -> Source:
     if len(data) == 0:
         raise RuntimeFault(f"data ({type(data).__name__}) is empty; there is nothing to do")
     return MapSource(data)
+
+
+def _check_items(data: Sequence[Any]) -> None:
+    """Raises RuntimeFault where items of a tuple or list are neither all fields nor all samples."""
+    items = data[:_LOOKED_AT]
+    nested = [x for x in items if isinstance(x, (tuple, list, Mapping))]
+    mixed = bool(nested) and any(map(_is_array, items))
+    lists = isinstance(data, tuple) and bool(data) and all(isinstance(x, list) for x in data)
+    if not (mixed or lists or (1 < len(items) == len(nested) and not _may_stack(nested[0], nested[1]))):
+        return
+    first = nested[0]
+    words = {"dicts" if isinstance(x, Mapping) else f"{type(x).__name__}s": None for x in nested}
+    kinds = " and ".join([*words, *["arrays"] * mixed])
+    way = "pass arrays, such as np.asarray(x)"
+    if isinstance(first, Mapping):
+        way = "pass one dict with all fields, such as the inputs of the model and the labels"
+    elif any(map(_is_array, first)):
+        way = (
+            "pass all fields in a row, such as (x, z, labels) for a model of two inputs, or a dict with the "
+            "names of its arguments"
+        )
+    raise RuntimeFault(
+        f"data is a {type(data).__name__} of {kinds}, which would be one sample each but samples have the "
+        f"same fields; {way}"
+    )
+
+
+def _may_stack(first: Any, second: Any) -> bool:
+    """Whether two samples have fields of the same names and numbers of dims."""
+    try:
+        one, other = _fields(first), _fields(second)
+    except Exception:  # noqa: BLE001 - whatever is wrong with a sample is said where it is loaded
+        return True
+    return {name: a.ndim for name, a in one.items()} == {name: a.ndim for name, a in other.items()}
 
 
 def _is_array(x: Any) -> bool:

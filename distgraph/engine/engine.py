@@ -150,8 +150,8 @@ class Engine:
         """Train.
 
         Args:
-            train: (x, y), a dict of arrays, or a map-style data set; see `distgraph.engine.data`. Each rank
-            loads the rows that it needs.
+            train: (x, y), for two inputs (x, z, y), a dict of arrays, or a map-style data set; see
+            `distgraph.engine.data`. Each rank loads the rows that it needs.
             epochs: how many more, or with `resume` how many in all.
             batch_size: samples in a batch, over all ranks and micro-batches.
             valid_data: evaluated after each epoch.

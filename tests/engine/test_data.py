@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from distgraph.engine.data import ArraySource, Batch, DataLoader, MapSource, as_source, order
 from distgraph.errors import RuntimeFault
 
+X = np.ones((4, 2))
+
 
 @given(st.integers(1, 60), st.integers(1, 70), st.integers(0, 3), st.booleans(), st.data())
 def test_every_sample_once_an_epoch(count: int, size: int, epoch: int, drop: bool, draw: Any) -> None:
@@ -70,6 +72,20 @@ def test_map_style(dataset: Any) -> None:
     assert [shape for shape, _ in batch.fields().values()] == [(3,), ()]
 
 
+@pytest.mark.parametrize(
+    "samples",
+    [
+        [([1.0, 2.0], 0), ([3.0, 4.0], 1)],
+        ((np.ones(2), 0), (np.ones(2), np.int64(1))),
+        [{"x": np.ones(2), "y": 0}, {"x": [1, 2], "y": 1}],
+        [[1.0, 2.0], [3.0, 4.0]],
+        [1.0, np.float64(2.0)],
+    ],
+)
+def test_samples_in_a_list_are_a_data_set(samples: Any) -> None:
+    assert isinstance(as_source(samples), MapSource)
+
+
 def test_blocks_are_loaded_once() -> None:
     loads = []
 
@@ -93,6 +109,12 @@ def test_blocks_are_loaded_once() -> None:
             r"tuples and arrays, .* such as \(x, z, labels\)",
         ),
         (([[1.0], [2.0]], [0, 1]), "data is a tuple of lists, .* pass arrays, such as np.asarray"),
+        (((X, X), (np.ones(4),)), r"is a tuple of tuples, .* such as \(x, z, labels\) for a model of two"),
+        ([(X, X), (np.ones(4), X)], r"is a list of tuples, which would be one sample each but samples have"),
+        ([[X, X], np.ones(4)], r"is a list of lists and arrays, .* such as \(x, z, labels\)"),
+        ([{"x": X}, {"y": X}], "is a list of dicts, .* pass one dict with all fields"),
+        ([X.tolist(), [0, 1, 0, 1]], r"is a list of lists, .* pass arrays, such as np.asarray\(x\)"),
+        ((X, [0, 1, 0, 1]), r"is a tuple of lists and arrays, .* pass arrays, such as np.asarray\(x\)"),
         (None, "data is None"),
         (iter([1, 2]), "is a list_iterator, which has no length"),
         ("text", "is a str"),
@@ -115,8 +137,35 @@ def test_a_data_set_that_is_shorter_than_it_says() -> None:
             return 3
 
     source = as_source(Short([(np.ones(2), 0), (np.ones(2), 1)]))
-    with pytest.raises(RuntimeFault, match="data set Short has 3 samples by its __len__ but none of index 2"):
+    with pytest.raises(
+        RuntimeFault, match="data set Short has 3 samples by its __len__ but fails at index 2"
+    ):
         source.load(np.array([1, 2]))
+
+
+def test_an_error_of_a_data_set_names_it_and_the_index() -> None:
+    class Files(ByOne):
+        def __getitem__(self, row: int) -> dict[str, Any]:
+            if row == 4:
+                raise OSError("file is damaged")
+            return super().__getitem__(int(row))
+
+    message = r"data set Files has 9 samples by its __len__ but fails at index 4: OSError: file is dam"
+    with pytest.raises(RuntimeFault, match=message) as found:
+        as_source(Files()).load(np.array([1, 4]))
+    assert isinstance(found.value.__cause__, OSError)
+
+
+def test_a_data_set_of_arrays_that_is_shorter_than_it_says() -> None:
+    class Short(ByMany):
+        def __getitem__(self, rows: Any) -> Any:
+            return X[rows], X[rows, 0]
+
+    message = (
+        r"data set Short has 9 samples by its __len__ but fails at the indices 1, 8, 2, 3, \.\.\.: IndexE"
+    )
+    with pytest.raises(RuntimeFault, match=message):
+        as_source(Short()).load(np.array([1, 8, 2, 3, 0]))
 
 
 @pytest.mark.parametrize("size", [0, -1, 2.5])

@@ -361,6 +361,7 @@ def test_mesh_larger_than_the_cluster() -> None:
         (lambda x, y: (x.astype("c16"), y), RuntimeFault, "complex128.* is not supported"),
         (lambda x, y: (x, x, y), GraphError, r"model takes \(x\) but the batch gives it 2 inputs"),
         (lambda x, y: x, GraphError, "batch has no target"),
+        (lambda x, y: ((x, x), y), RuntimeFault, r"one sample each .* such as \(x, z, labels\)"),
         (lambda x, y: None, RuntimeFault, "data is None"),
         (lambda x, y: ((a, b) for a, b in zip(x, y, strict=True)), RuntimeFault, "is a generator"),
         (lambda x, y: (x[:0], y[:0]), RuntimeFault, "0 samples"),
@@ -370,6 +371,11 @@ def test_bad_data(change: Any, error: type[Exception], message: str) -> None:
     x, y = data(20)
     with pytest.raises(error, match=message):
         engine("tp2").fit(change(x, y), batch_size=10, progress=False)
+
+
+def test_a_loss_that_is_missing_is_named() -> None:
+    with pytest.raises(GraphError, match=r"gives it 2 inputs: .*; the engine has no loss, so that every"):
+        dg.Engine(nn.Linear(6, 3), None, optim.SGD(lr=0.1)).fit(data(20), batch_size=10, progress=False)
 
 
 def test_bad_settings() -> None:
