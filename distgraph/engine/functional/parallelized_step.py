@@ -358,11 +358,12 @@ def _check_settings(method: str, layers: str, strategy: Strategy | None, **given
             f"layers of parallelize is 'manual' but method {method!r} does not read marks; give "
             "method='pipeline', or leave layers out"
         )
-    name = next((name for name, value in given.items() if value is not None), None)
+    settings = {"method": None if method == "auto" else method, **given}
+    name = next((name for name, value in settings.items() if value is not None), None)
     if strategy is not None and name is not None:
         raise ShardingError(
-            f"{name} of parallelize is {given[name]!r} but a strategy is given, which takes its place; leave "
-            f"one of them out"
+            f"{name} of parallelize is {settings[name]!r} but a strategy is given, which takes its place; "
+            f"leave one of them out"
         )
 
 

@@ -187,6 +187,11 @@ def test_a_batch_that_micro_batches_do_not_divide() -> None:
         step(np.ones((3, 2)), np.ones((8, 3)))
 
 
+def test_trees_that_differ_are_refused_by_tree_map() -> None:
+    with pytest.raises(GraphError, match=r"of tree_map has the leaves b but had a: .* give both the same"):
+        dg.tree_map(lambda a, b: a, {"a": 1}, {"b": 1})
+
+
 def test_grad_outside_of_a_step() -> None:
     with pytest.raises(GraphError, match="grad is called outside of a training step"):
         dg.grad(lambda w: w)(np.ones(1))
@@ -203,6 +208,7 @@ def test_grad_outside_of_a_step() -> None:
         ({"method": "shard", "stages": 2}, "stages of parallelize is 2 but method 'shard' has no pipeline"),
         ({"method": "zero2", "layers": "manual"}, "layers .* is 'manual' but method 'zero2' does not read"),
         ({"devices": 2, "strategy": dg.Strategy()}, "devices of parallelize is 2 but a strategy is given"),
+        ({"method": "zero2", "strategy": dg.Strategy()}, "method of parallelize is 'zero2' but a strategy"),
         ({"layers": "manual"}, "layers of parallelize is 'manual' but method 'auto' does not read marks"),
     ],
 )  # fmt: skip
