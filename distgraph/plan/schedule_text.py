@@ -155,7 +155,10 @@ def parse_schedule(text: str, where: str = "schedule") -> TextTable:
     header = HEADER.fullmatch(lines[0][1]) if lines else None
     if header is None:
         first = lines[0][1] if lines else ""
-        raise GraphError(f'{where}: expected a first line such as "mine n=2 m=4", got {first[:60]!r}')
+        raise GraphError(
+            f'{where}: expected a first line such as "mine n=2 m=4", got {first[:60]!r}; give a name, and '
+            "the numbers of stages and micro-batches from 1 up"
+        )
     stages, micro_batches = int(header["stages"]), int(header["micro"])
     actions: dict[tuple[int, int], Action] = {}
     rows = [(n, line) for n, line in lines[1:] if _COLUMN.fullmatch(line) is None]

@@ -16,6 +16,7 @@ from distgraph.runtime.schedule.task_order import schedule
 
 _CHUNKS = 2  # visits to a stage under schedules that have several
 _MOST = 4096  # actions of one phase
+_LIKE_HEADER = re.compile(r"\S+\s+[nm]=.*")
 _TASK = re.compile(r"(?P<phase>forward|backward|weight)\.s\d+(?:\.c(?P<chunk>\d+))?")
 
 
@@ -23,18 +24,23 @@ def is_schedule(text: str) -> bool:
     """Whether a text begins as that of a schedule does."""
     lines = (line.strip() for line in text.splitlines())
     first = next((line for line in lines if line and not line.startswith("#")), "")
-    return HEADER.fullmatch(first) is not None
+    return _LIKE_HEADER.fullmatch(first) is not None
 
 
 def schedule_report(text: str, where: str) -> str:
     """The verified table of a text, or of the schedule that it names, and what its stages hold.
 
     Raises:
-        GraphError: the text does not fit (see `parse_schedule`), or names too large a table.
+        GraphError: the text does not fit (see `parse_schedule`), or names no schedule, or too large a table.
     """
     lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
     header = HEADER.fullmatch(lines[0].strip()) if len(lines) == 1 else None
-    if header is not None and header["name"] in schedule_names():
+    if header is not None:
+        if header["name"] not in schedule_names():
+            raise GraphError(
+                f"{where}: schedule {header['name'][:80]!r} does not exist; it is one of "
+                f"{', '.join(schedule_names())}, or a table stands below its first line"
+            )
         table = known_table(header["name"], int(header["stages"]), int(header["micro"]))
     else:
         table = parse_schedule(text, where)

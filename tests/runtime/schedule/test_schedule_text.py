@@ -201,3 +201,17 @@ def test_inspect_verifies_and_prints(tmp_path: Path) -> None:
     path.write_text(EAGER.replace("B2 -", "-  -"))
     with pytest.raises(GraphError, match=r"ahead\.txt: B2 on stage 0 is missing"):
         CliRunner().invoke(app, ["inspect", str(path)], catch_exceptions=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("zb-h9 n=2 m=2", "standard input: schedule 'zb-h9' does not exist; it is one of 1f1b, gpipe, "),
+        ("zb-h1 n=0 m=2", "got 'zb-h1 n=0 m=2'; give a name, and the numbers of stages and micro-batches"),
+        ("zb-h1 n=a m=2", "got 'zb-h1 n=a m=2'; give a name"),
+        ("zb-h1 n=2", "got 'zb-h1 n=2'; give a name"),
+    ],
+)
+def test_inspect_explains_a_first_line_that_does_not_fit(text: str, message: str) -> None:
+    with pytest.raises(GraphError, match=message):
+        CliRunner().invoke(app, ["inspect", "-"], input=text, catch_exceptions=False)
