@@ -44,7 +44,7 @@ class Sampling:
     top_p: Annotated[float, Bounds(above=0, most=1)] | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        check_fields(self, subject="generate")
         if not self.temperature and (self.top_k, self.top_p) != (None, None):
             raise GraphError(
                 "top_k or top_p is given but temperature is 0, which always chooses the most probable token; "
@@ -85,7 +85,7 @@ class Limits:
     end_token: int | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        check_fields(self, subject="generate")
 
     def check(self, needed: int, positions: int) -> None:
         """Raises GraphError where a sequence takes more positions than the model has."""

@@ -192,13 +192,19 @@ def check_argument(
     _raise_unless(_check(hint), subject, name, argument, error)
 
 
-def check_fields(instance: Any, error: type[DistGraphError] = GraphError) -> None:
-    """Raise an error where a field of a dataclass has not the type of its annotation; for `__post_init__`."""
+def check_fields(instance: Any, error: type[DistGraphError] = GraphError, subject: str = "") -> None:
+    """Raise an error where a field of a dataclass has not the type of its annotation; for `__post_init__`.
+
+    Args:
+        instance: the dataclass.
+        error: what a wrong field raises.
+        subject: what the user called, by default the class.
+    """
     kind: Any = type(instance)
     checks = _checks_of_class(kind)
     for field in fields(instance):
         check = checks.get(field.name, _ANYTHING)
-        _raise_unless(check, kind.__name__, field.name, getattr(instance, field.name), error)
+        _raise_unless(check, subject or kind.__name__, field.name, getattr(instance, field.name), error)
 
 
 def _checked(function: Any, subject: str, error: type[DistGraphError]) -> Any:
