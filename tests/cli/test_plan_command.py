@@ -325,6 +325,13 @@ def test_ctrl_c_before_any_plan_is_one_message(files: dict[str, str]) -> None:
             ("plan", "{train}", "--cluster", "{boxes}", "--mode", "semi", "--explain", "w"),
             "has nothing named 'w'",
         ),
+        (("plan", "{train}", "--mode", "foo", "--seconds", "2"), "mode 'foo' of the search does not exist"),
+        (
+            ("plan", "{train}", "--strategy", "mode=semi"),
+            "the mode of a plan is given by --mode, which is auto",
+        ),
+        (("forecast", "{train}", "--cluster", "{boxes}", "--trace", "/"), "/: cannot be written: it is a"),
+        (("profile", "-o", "/"), "/: cannot be written: it is a folder"),
         (("plan", "{train}", "--compare", "nowhere.json"), "nowhere.json: cannot be read"),
         (
             ("plan", "{train}", "--cluster", "{boxes}", "--mode", "semi", "-o", "/nowhere/p.json"),
