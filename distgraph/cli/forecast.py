@@ -29,19 +29,17 @@ def forecast(
         str,
         typer.Option(
             "--measured",
-            help="Timeline file of callbacks.Timeline, for the report of --html.",
+            help="Timeline file of callbacks.Timeline, to compare with; also in the report and the trace.",
         ),
     ] = "",
 ) -> None:
     """Forecast seconds and memory of a training step on a described cluster; nothing is trained."""
-    if measured and not html:
-        raise RuntimeFault(
-            f"forecast: --measured is {measured} but there is no report to show it in; add --html report.html"
-        )
     timeline = check_outputs(html or None, measured or None)
     if trace:
         check_writable(trace, RuntimeFault)
     with giving(Plan.load(plan) if plan else None, strategy=strategy_text(precision, strategy)):
         result = forecast_script(script, args or (), cluster or None, runtime or None)
     typer.echo(result)
+    if timeline is not None:
+        typer.echo(result.beside(timeline))
     result.write(html or None, trace or None, timeline)

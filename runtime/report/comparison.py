@@ -1,7 +1,7 @@
 """A forecast and a measured step in numbers: what every kind of task took.
 
 *In:* a forecast and a measured timeline of the same program.
-*Out:* `ComparisonRow` rows.
+*Out:* `ComparisonRow` rows, and these as text.
 *Invariant:* on both sides the kinds of tasks and "waiting" add up to ranks times step: waiting is all time in
 which a rank does not work, inside of tasks or between them.
 """
@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
+from distgraph.resources.units import format_si
 from distgraph.runtime.execute.measured_timeline import MeasuredTimeline
 from distgraph.runtime.forecast.forecast import Forecast
 from distgraph.runtime.report.timeline_segments import TASKS, task_time
+from distgraph.serialization.text_table import text_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,11 @@ class ComparisonRow:
     runs: int
     forecast: float
     measured: float
+
+    @property
+    def error(self) -> str:
+        """Error of the forecast as text, such as "+4.0%"; empty where nothing was measured."""
+        return f"{self.forecast / self.measured - 1:+.1%}" if self.measured > 0 else ""
 
 
 def comparison(forecast: Forecast, measured: MeasuredTimeline) -> tuple[ComparisonRow, ...]:
@@ -60,3 +67,14 @@ def comparison(forecast: Forecast, measured: MeasuredTimeline) -> tuple[Comparis
         ComparisonRow("waiting", 0, *waits),
         ComparisonRow("step", 0, forecast.step_seconds, step.seconds),
     )
+
+
+def comparison_text(forecast: Forecast, measured: MeasuredTimeline) -> str:
+    """The rows of `comparison` as a table, below a line that says which step was measured."""
+    steps, number = len(measured.steps), measured.median.number
+    rows = [("", "runs", "forecast", "measured", "error")]
+    for row in comparison(forecast, measured):
+        seconds = (format_si(row.forecast, "s"), format_si(row.measured, "s"))
+        rows.append((row.name, str(row.runs or ""), *seconds, row.error))
+    head = f"measured: step {number}, the median of {steps} recorded step{'s' * (steps > 1)}"
+    return "\n".join([f"{head}; seconds of tasks and waiting are sums over all ranks", *text_table(rows, 1)])

@@ -27,7 +27,7 @@ from distgraph.runtime.forecast.memory_timeline import occupancy
 from distgraph.runtime.forecast.traffic_matrix import by_machine, exchanged_bytes
 from distgraph.runtime.program.build import Build
 from distgraph.runtime.program.memory_plan import plan_storage
-from distgraph.runtime.report.comparison import ComparisonRow, comparison
+from distgraph.runtime.report.comparison import comparison
 from distgraph.runtime.report.plots import (
     Figure,
     matrix_figure,
@@ -184,7 +184,7 @@ class Page:
         rows = "".join(
             f"<tr><th>{html.escape(row.name)}</th><td>{row.runs or ''}</td>"
             f"<td>{format_si(row.forecast, 's')}</td><td>{format_si(row.measured, 's')}</td>"
-            f"<td>{_error(row)}</td></tr>"
+            f"<td>{row.error}</td></tr>"
             for row in comparison(self.forecast, measured)
         )
         heads = ("", "runs", "forecast", "measured", "error of the forecast")
@@ -282,10 +282,6 @@ class Page:
             return ""
         text = html.escape(describe(self.subject.cluster))
         return _section("cluster", "Cluster", "", f"<pre>{text}</pre>")
-
-
-def _error(row: ComparisonRow) -> str:
-    return f"{row.forecast / row.measured - 1:+.1%}" if row.measured > 0 else ""
 
 
 def _section(name: str, title: str, text: str, body: str) -> str:

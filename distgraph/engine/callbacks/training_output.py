@@ -95,8 +95,9 @@ class CSVLogger(Callback):
 class Timeline(Callback):
     """Records when every task of some steps runs on every rank, and when ranks wait for each other.
 
-    `distgraph forecast script.py --measured FILE --html report.html` shows them below the forecast. Rank 0
-    writes the file. Steps that are not recorded are as fast as without this callback.
+    `distgraph forecast script.py --measured FILE` compares them with the forecast; `--html report.html` also
+    shows them below it. Rank 0 writes the file. Steps that are not recorded are as fast as without this
+    callback.
 
     Args:
         path: of the JSON file.

@@ -28,6 +28,7 @@ from distgraph.runtime.execute.measured_timeline import MeasuredTimeline
 from distgraph.runtime.forecast.forecast import Forecast, forecast, out_of_memory
 from distgraph.runtime.program.build import Build, build
 from distgraph.runtime.report.chrome_trace import write_trace
+from distgraph.runtime.report.comparison import comparison_text
 from distgraph.runtime.report.html_report import Subject, load_plotly, report
 
 
@@ -85,6 +86,11 @@ class ProgramForecast:
             html,
             Subject(title, self.build, self.cluster, tensors, self.data_parallel_baseline(), measured),
         )
+
+    def beside(self, measured: MeasuredTimeline) -> str:
+        """The forecast and a measured timeline as a table. Raises RuntimeFault: it is of another program."""
+        measured.check(self.forecast.timeline.graph)
+        return comparison_text(self.forecast, measured)
 
     def data_parallel_baseline(self) -> dict[str, Forecast | str]:
         """Name -> forecast of plain data parallelism on the same devices, or the reason why there is none."""

@@ -23,17 +23,32 @@ from distgraph.ir.mesh import ProcessMesh
 from distgraph.runtime.forecast.forecast import Forecast
 
 
-def test_a_timeline_is_read_before_anything_is_forecast_and_needs_a_report(files, tmp_path, monkeypatch):
+def test_a_timeline_is_read_before_anything_is_forecast(files, tmp_path, monkeypatch):
     monkeypatch.setattr(
         "distgraph.engine.compile.program_forecast.forecast", lambda *args, **how: pytest.fail("forecast")
     )
     asked = ("forecast", files[0], "--cluster", files[1], "--measured", str(tmp_path / "none.json"))
     code, output = invoke(*asked)
     assert code == 1
-    assert "but there is no report to show it in; add --html report.html" in " ".join(output.split())
-    code, output = invoke(*asked, "--html", "r.html")
-    assert code == 1
     assert "none.json: cannot be read" in output
+
+
+def test_a_measured_step_is_printed_beside_the_forecast(files, tmp_path, rng):
+    x, path = rng.normal(size=(24, 6)).astype("f4"), tmp_path / "t.json"
+    script = tmp_path / "short.py"
+    script.write_text(SHORT)
+    trained = engine(grid(dp=3))
+    callback = dg.callbacks.Timeline(path, after=1, steps=2)
+    trained.fit((x, x[:, :1]), 4, 24, callbacks=[callback], progress=False)
+    asked = ("forecast", str(script), "--cluster", files[1])
+    code, output = invoke(*asked, "--measured", str(path))
+    assert code == 0, output
+    assert invoke(*asked)[1] in output
+    assert re.search(r"^measured: step \d, the median of 2 recorded steps; seconds of", output, re.MULTILINE)
+    assert re.search(r"^step +\S+ \S+ +\S+ \S+ +[+-][\d.]+%$", output, re.MULTILINE)
+    code, output = invoke("forecast", files[0], "--cluster", files[1], "--measured", str(path))
+    assert code == 1
+    assert "were measured but" in output
 
 
 def test_what_a_page_needs_is_missed_before_anything_is_forecast(files, tmp_path, monkeypatch, rng):
@@ -81,6 +96,20 @@ if "--prepare" in sys.argv:
 engine.fit((x, x[:, :1]), batch_size=24, progress=False)
 print("trained")
 """
+
+
+SHORT = """
+import numpy as np
+
+import distgraph as dg
+
+model = dg.nn.Sequential(dg.nn.Linear(6, 10), dg.nn.Linear(10, 1))
+strategy = dg.Strategy(mesh=dg.ProcessMesh.grid(dp=3), batch_axis="dp")
+engine = dg.Engine(model, dg.nn.MeanSquaredError(), dg.optim.SGD(lr=0.1), strategy=strategy)
+x = np.zeros((24, 6), "f4")
+engine.fit((x, x[:, :1]), batch_size=24, progress=False)
+"""
+"""The same program as that of `engine`."""
 
 
 @pytest.fixture
