@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from distgraph.errors import DistGraphError, GraphError, RuntimeFault
+from distgraph.errors import GraphError, RuntimeFault
 from distgraph.errors.arguments import array_of, check_count, check_unmasked
 from distgraph.ir.dtypes import short, to_numpy
 from distgraph.kernels.random import random_key
@@ -74,7 +74,7 @@ class MapSource:
         return len(self.dataset)
 
     def load(self, rows: np.ndarray) -> Fields:
-        """Samples by rows. Raises RuntimeFault when they do not stack, or the data set raises an error."""
+        """Samples by rows. Raises RuntimeFault when they do not stack, or there is none of an index."""
         if self._whole is None:
             self._whole = self._takes_arrays()
         if self._whole:
@@ -82,19 +82,24 @@ class MapSource:
         return _stack([_fields(self._get(int(row), [row])) for row in rows], rows)
 
     def _get(self, index: Any, rows: Sequence[int] | np.ndarray) -> Any:
-        """What the data set returns for an index. Raises RuntimeFault for any error of it."""
+        """What the data set returns for an index. An error of it gets a note that names both.
+
+        Raises:
+            RuntimeFault: it has no sample of an index.
+        """
+        shown = ", ".join(map(str, rows[:4])) + ", ..." * (len(rows) > 4)
+        at = f"the indices {shown}" if len(rows) > 1 else f"index {shown}"
+        name = f"data set {type(self.dataset).__name__}"
         try:
             return self.dataset[index]
-        except DistGraphError:
-            raise
-        except Exception as error:
-            shown = ", ".join(map(str, rows[:4])) + ", ..." * (len(rows) > 4)
-            at = f"the indices {shown}" if len(rows) > 1 else f"index {shown}"
-            way = "leave the sample out" if not isinstance(error, IndexError) else "its __len__"
+        except IndexError as error:
             raise RuntimeFault(
-                f"data set {type(self.dataset).__name__} has {len(self)} samples by its __len__ but fails at "
-                f"{at}: {type(error).__name__}: {error}; correct its __getitem__, or {way}"
+                f"{name} has {len(self)} samples by its __len__ but fails at {at}: {error}; correct its "
+                f"__getitem__, or its __len__"
             ) from error
+        except Exception as error:
+            error.add_note(f"{name} raised this at {at}")
+            raise
 
     def _takes_arrays(self) -> bool:
         probe = np.zeros(2, np.int64)

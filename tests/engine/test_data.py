@@ -150,10 +150,9 @@ def test_an_error_of_a_data_set_names_it_and_the_index() -> None:
                 raise OSError("file is damaged")
             return super().__getitem__(int(row))
 
-    message = r"data set Files has 9 samples by its __len__ but fails at index 4: OSError: file is dam"
-    with pytest.raises(RuntimeFault, match=message) as found:
+    with pytest.raises(OSError, match="file is damaged") as found:
         as_source(Files()).load(np.array([1, 4]))
-    assert isinstance(found.value.__cause__, OSError)
+    assert found.value.__notes__ == ["data set Files raised this at index 4"]
 
 
 def test_a_data_set_of_arrays_that_is_shorter_than_it_says() -> None:
@@ -161,9 +160,7 @@ def test_a_data_set_of_arrays_that_is_shorter_than_it_says() -> None:
         def __getitem__(self, rows: Any) -> Any:
             return X[rows], X[rows, 0]
 
-    message = (
-        r"data set Short has 9 samples by its __len__ but fails at the indices 1, 8, 2, 3, \.\.\.: IndexE"
-    )
+    message = r"data set Short has 9 samples by its __len__ but fails at the indices 1, 8, 2, 3, \.\.\.: "
     with pytest.raises(RuntimeFault, match=message):
         as_source(Short()).load(np.array([1, 8, 2, 3, 0]))
 
