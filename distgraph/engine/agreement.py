@@ -28,7 +28,7 @@ def agree(call: str, engine: Engine, **facts: object) -> None:
 
     Args:
         call: its name, such as "engine.fit()".
-        engine: that is called; its seed, place in training and learning rate are compared too.
+        engine: that is called; its seed and place in training are compared too.
         facts: name -> argument, whose text is compared.
 
     Raises:
@@ -37,16 +37,12 @@ def agree(call: str, engine: Engine, **facts: object) -> None:
     enter(call)
     if job_transport() is None:
         return
-    optimizer = engine.training_spec.optimizer
     state: dict[str, object] = {
         "seed": engine.seed,
         "step": engine.step,
         "epoch": engine.epoch,
         "sample": engine.position,
     }
-    if optimizer is not None:
-        numbers = optimizer.inputs(engine.step, len(engine.history.skipped))
-        state |= {"optimizer": type(optimizer).__name__, **numbers}
     compare(call, {**facts, **state})
 
 

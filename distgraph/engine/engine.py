@@ -229,7 +229,7 @@ class Engine:
             batch_size: samples at a time; 256, or all there are, by default.
         """
         source = as_source(data)
-        agree("engine.evaluate()", self, samples=len(source), batch_size=batch_size)
+        agree("engine.evaluate()", self, samples=len(source), batch_size=batch_size or min(256, len(source)))
         loader = DataLoader(source, batch_size or min(256, len(source)), shuffle=False)
         means = Means()
         for batch in loader:
@@ -250,7 +250,7 @@ class Engine:
             an array, or a dict of arrays where the model returns several.
         """
         source = as_source(x)
-        agree("engine.predict()", self, samples=len(source), batch_size=batch_size)
+        agree("engine.predict()", self, samples=len(source), batch_size=batch_size or min(256, len(source)))
         loader = DataLoader(source, batch_size or min(256, len(source)), shuffle=False)
         parts: dict[str, list[np.ndarray]] = {}
         for batch in loader:
@@ -324,7 +324,7 @@ class Engine:
                 copies of a value, under Strategy(verify_replicas=...). The previous checkpoint is whole.
             NonFiniteError: a parameter or state is nan or infinite; the previous checkpoint is whole.
         """
-        agree("engine.save()", self, path=path)
+        agree("engine.save()", self, path=Path(path))
         self._saves.wait()
         contents = contents_of(self, self._session, self._loaded)
         self._session.verify_replicas(self.step)

@@ -144,7 +144,7 @@ def array_of(subject: str, value: Any, error: type[DistGraphError] = GraphError)
 
 def check_unmasked(subject: str, value: object, error: type[DistGraphError] = GraphError) -> None:
     """Raise an error where a value is an array of NumPy with a mask, whose masked elements would be used."""
-    if isinstance(value, np.ma.MaskedArray):
+    if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
         raise error(f"{subject} is a masked array but masks are not kept; fill it, such as x.filled(0)")
 
 

@@ -200,6 +200,7 @@ def _bounds(
     spec: ShardSpec, shape: tuple[int, ...], mesh: ProcessMesh, rank: int
 ) -> tuple[tuple[int, int], ...]:
     spec.check_dims(shape, "block")
+    mesh.coordinates(rank)
     return tuple(
         mesh.block(size, dim, mesh.index(rank, dim)) if dim else (0, size)
         for size, dim in zip(shape, spec.dims, strict=True)

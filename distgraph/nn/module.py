@@ -81,7 +81,15 @@ class Module:
     def children(self) -> Iterator[tuple[str, Any]]:
         """(relative path, module or parameter) of the attributes of this module."""
         for name, value in vars(self).items():
-            yield from _held(name, value)
+            if not name.startswith("_"):
+                yield from _held(name, value)
+
+    def private_children(self) -> Iterator[tuple[str, Any]]:
+        """The same of attributes that start with _; what public ones hold too has its path there."""
+        for name, value in vars(self).items():
+            items = value if isinstance(value, (list, tuple)) else (value,)
+            if name.startswith("_") and all(isinstance(item, (Module, Parameter)) for item in items):
+                yield from _held(name, value)
 
     def named_modules(self, prefix: str = "") -> Iterator[tuple[str, Module]]:
         """(path, module) of this module and all modules below it, each once."""
@@ -135,20 +143,34 @@ def _held(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _modules(module: Module, path: str, visited: set[int]) -> Iterator[tuple[str, Module]]:
+    """Modules that are reached by public attributes, then those that only private ones lead to."""
+    reached = list(_public_modules(module, path, visited))
+    yield from reached
+    for place, parent in reached:
+        if type(parent).children is Module.children:
+            for name, value in parent.private_children():
+                if isinstance(value, Module):
+                    yield from _modules(value, f"{place}.{name}" if place else name, visited)
+
+
+def _public_modules(module: Module, path: str, visited: set[int]) -> Iterator[tuple[str, Module]]:
     if id(module) in visited:
         return
     visited.add(id(module))
     yield path, module
     for name, value in module.children():
         if isinstance(value, Module):
-            yield from _modules(value, f"{path}.{name}" if path else name, visited)
+            yield from _public_modules(value, f"{path}.{name}" if path else name, visited)
 
 
 def _tensors(root: Module) -> list[tuple[str, Parameter]]:
     tensors: list[tuple[str, Parameter]] = []
     visited: set[int] = set()
-    for path, module in root.named_modules():
-        for name, value in module.children():
+    modules = list(root.named_modules())
+    held = [(path, module.children()) for path, module in modules]
+    held += [(p, m.private_children()) for p, m in modules if type(m).children is Module.children]
+    for path, children in held:
+        for name, value in children:
             if isinstance(value, Parameter) and id(value) not in visited:
                 visited.add(id(value))
                 tensors.append((f"{path}.{name}" if path else name, value))

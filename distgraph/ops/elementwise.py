@@ -312,7 +312,7 @@ def clip(x: Any, low: Any = None, high: Any = None) -> Tensor:
     Raises:
         GraphError: both are numbers, and the low one is not below the high one or equal to it.
     """
-    if is_number(low) and is_number(high) and not low <= high:
+    if is_number(low) and is_number(high) and low > high:
         raise GraphError(f"clip has the bounds {low!r} and {high!r} but low must not be above high")
     (result,) = as_tensors(x)
     if low is not None:

@@ -58,11 +58,6 @@ class CallCheck:
         self._sends: list[Any] = []
 
     @property
-    def number(self) -> int:
-        """Number of the call that this rank is in, from 1."""
-        return self._number
-
-    @property
     def call(self) -> str:
         """The call that this rank is in; empty before the first."""
         return self._names[-1]

@@ -442,7 +442,7 @@ class MpiTransport:
             raise RuntimeFault(f"{what}: tag {tag} is not in 0 .. 2**{TAG_BITS} - 1")
 
     def _send_object(self, obj: Any, dest: int) -> None:
-        labelled = (self._call_check.number, self._call_check.call, obj)
+        labelled = (self._call_check.call, obj)
         request = self._control.Isend(bytearray(pickle.dumps(labelled)), dest, _OBJECT)
         need = self._departures.message("object", "received object", dest)
         self.poll(lambda: self.test_all([request], "object"), f"object for rank {dest}", need)
@@ -455,11 +455,11 @@ class MpiTransport:
         data = bytearray(status.Get_count(self._mpi.BYTE))
         self._control.Recv(data, source, _OBJECT)
         self._last_progress = time.monotonic()
-        number, call, obj = pickle.loads(bytes(data))
-        if (number, call) != (self._call_check.number, self._call_check.call):
-            names = {self._call_check.call or "nothing yet": [self.rank]}
-            names.setdefault(call or "nothing yet", []).append(source)
-            raise RuntimeFault(different_calls(names))
+        call, obj = pickle.loads(bytes(data))
+        if call != self._call_check.call:
+            raise RuntimeFault(
+                different_calls({self._call_check.call or "none": [self.rank], call or "none": [source]})
+            )
         return obj
 
 

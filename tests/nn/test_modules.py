@@ -55,6 +55,19 @@ def test_parts_in_private_attributes_are_parts_of_the_model() -> None:
     ]
 
 
+def test_a_part_that_a_public_attribute_holds_too_has_its_path_there() -> None:
+    class Stacked(nn.Module):
+        def __init__(self) -> None:
+            self._all = [nn.Linear(3, 3), nn.Linear(3, 3)]
+            self.first, self._own = self._all[0], self
+
+        def forward(self, x: Any) -> Any:
+            return self._all[1](self.first(x))
+
+    names = [name for name, _ in Stacked().named_parameters()]
+    assert names == [f"{part}.{name}" for part in ("first", "_all.1") for name in ("weight", "bias")]
+
+
 def test_a_prediction_and_a_target_of_other_shapes_have_no_squared_difference() -> None:
     column, row = np.zeros((4, 1), "f4"), np.zeros(4, "f4")
     with pytest.raises(GraphError, match=r"shape \(4, 1\) and a target of shape \(4,\) but"):

@@ -45,12 +45,15 @@ def check_place(who: str, path: str | Path, *, file: bool = False) -> None:
 def check_files(callbacks: Sequence[Callback]) -> None:
     """Check that no two callbacks write the same file or folder. Raises RuntimeFault: two do."""
     writers: dict[str, Callback] = {}
-    for callback in (each for each in callbacks if each.writes):
-        place = os.path.realpath(callback.writes)
+    for callback in callbacks:
+        path: object = callback.writes  # a user's callback may use the name for something else
+        if not path or not isinstance(path, (str, Path)):
+            continue
+        place = os.path.realpath(path)
         if place in writers:
             raise RuntimeFault(
                 f"callbacks {type(writers[place]).__name__} and {type(callback).__name__} both write "
-                f"{shown_path(callback.writes)}; give each a path of its own"
+                f"{shown_path(path)}; give each a path of its own"
             )
         writers[place] = callback
 

@@ -81,7 +81,6 @@ class ModelCheckpoint(Callback):
         asynchronous: bool = False,
     ) -> None:
         self.path = PathTemplate(path, "ModelCheckpoint")
-        self.writes = self.path.text
         check_place("ModelCheckpoint", self.path.at(0, 0))
         if every is not None and every_steps is not None:
             raise RuntimeFault(

@@ -109,13 +109,13 @@ class Timeline(Callback):
         check_place("Timeline", path, file=True)
         self.path = self.writes = Path(path)
         self.after, self.steps = after, steps
-        self._begin = -1  # step after which it begins
+        self._start, self._begin = -1, -1  # steps before training, and before it records
         self._records = False
 
     def on_train_begin(self, engine: Engine, last_epoch: int) -> None:
         if engine.is_chief:
             check_writable(self.path, RuntimeFault)
-        self._begin = engine.step + self.after
+        self._start, self._begin = engine.step, engine.step + self.after
         self._look(engine)
 
     def on_batch_end(self, engine: Engine, step: int, logs: Logs) -> None:
@@ -124,10 +124,10 @@ class Timeline(Callback):
     def on_train_end(self, engine: Engine) -> None:
         """See `Callback`. Training that ends early leaves the steps so far; before the first, it warns."""
         self._write(engine)
-        if engine.is_chief and engine.step < self._begin:
+        if engine.is_chief and self._start < engine.step <= self._begin:
             warnings.warn(
-                f"Timeline: after is {self.after} but training ended {self._begin - engine.step} steps "
-                f"before the first that would be recorded, so {self.path} is not written; give less",
+                f"Timeline: after is {self.after} but training ended after {engine.step - self._start} "
+                f"steps, before the first that would be recorded, so {self.path} is not written; give less",
                 UserWarning,
                 stacklevel=user_stack_level(),
             )

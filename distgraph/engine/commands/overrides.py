@@ -24,8 +24,8 @@ _STRATEGY: ContextVar[str] = ContextVar("distgraph_strategy", default="")
 def plan_for(training_spec: TrainingSpec, default: Plan | str | Path | None) -> Plan | None:
     """The plan of an engine: that of the command, where the engine trains, before its own.
 
-    Warns about a setting of the strategy that the plan decides otherwise, if both are the engine's own or
-    the command gives both.
+    Warns about a setting of the strategy that the plan decides otherwise, unless the command
+    gives the plan alone.
 
     Raises:
         GraphError: as `Plan.load`.

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from distgraph.engine.compile.incremental_decoding import incremental_program
 from distgraph.engine.compile.training_spec import TrainingSpec
 from distgraph.engine.data import Field
-from distgraph.errors import DistGraphError, GraphError
 from distgraph.ir.graph import Graph
 from distgraph.ir.sharding_spec import DistAttr
 from distgraph.passes.analysis.accumulation import growths
 from distgraph.plan.plan import Plan
+from distgraph.tracing.tracer import user_stack_level
 
 
 @dataclass(frozen=True)
@@ -65,13 +66,10 @@ class CompileRequest:
         return self.training_spec.trace(self.mode, self.blocks(self.micro_batches), self.layouts)
 
     def check_loss(self) -> None:
-        """Check that the loss of a program in micro-batches is a mean over the samples, not a sum over them.
+        """Warn where the loss of a program in micro-batches is a sum over the samples, not a mean over them.
 
         The losses of micro-batches are averaged, so that a sum would be too small. Losses of distgraph are
         means; of others a sum is recognised, and no other dependence on the number of samples.
-
-        Raises:
-            GraphError: it is a sum.
         """
         spec, parts = self.training_spec, self.micro_batches
         home = str(getattr(spec.loss, "__module__", ""))
@@ -80,13 +78,15 @@ class CompileRequest:
         factor = next(n for n in range(2, parts + 1) if parts % n == 0)
         try:
             small, large = (spec.trace("evaluate", self.blocks(n), {}) for n in (parts, parts // factor))
-        except DistGraphError:  # a model that cannot be evaluated
+        except Exception:  # noqa: BLE001 - the model may not evaluate, or not other sizes, which proves nothing
             return
         loss = growths(small, large, factor).get(dict(small.outputs)["loss"].name)
         if loss is not None and loss.kind == "linear" and loss.power == 1:
-            raise GraphError(
+            warnings.warn(
                 f"loss is a sum over the samples but micro_batches is {parts}, whose losses are averaged; "
-                f"divide the loss by the number of samples, or use micro_batches=1"
+                f"divide the loss by the number of samples, or use micro_batches=1",
+                UserWarning,
+                stacklevel=user_stack_level(),
             )
 
 
