@@ -41,5 +41,5 @@ def forecast(
         result = forecast_script(script, args or (), cluster or None, runtime or None)
     typer.echo(result)
     if timeline is not None:
-        typer.echo(result.beside(timeline))
+        typer.echo(result.compared_with(timeline))
     result.write(html or None, trace or None, timeline)

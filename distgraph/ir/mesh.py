@@ -185,7 +185,7 @@ class ProcessMesh:
         Units are ceil(size / units) long: the last ones are shorter or empty.
 
         Raises:
-            ShardingError: there are not so many parts.
+            ShardingError: the position is not below the number of parts.
         """
         borders = self.borders(axes)
         if position >= len(borders) - 1:

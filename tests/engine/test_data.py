@@ -150,9 +150,9 @@ def test_an_error_of_a_data_set_names_it_and_the_index() -> None:
                 raise OSError("file is damaged")
             return super().__getitem__(int(row))
 
-    with pytest.raises(OSError, match="file is damaged") as found:
+    with pytest.raises(OSError, match="file is damaged") as raised:
         as_source(Files()).load(np.array([1, 4]))
-    assert found.value.__notes__ == ["data set Files raised this at index 4"]
+    assert raised.value.__notes__ == ["data set Files raised this at index 4"]
 
 
 def test_a_data_set_of_arrays_that_is_shorter_than_it_says() -> None:

@@ -87,7 +87,7 @@ class ProgramForecast:
             Subject(title, self.build, self.cluster, tensors, self.data_parallel_baseline(), measured),
         )
 
-    def beside(self, measured: MeasuredTimeline) -> str:
+    def compared_with(self, measured: MeasuredTimeline) -> str:
         """The forecast and a measured timeline as a table. Raises RuntimeFault: it is of another program."""
         measured.check(self.forecast.timeline.graph)
         return comparison_text(self.forecast, measured)
