@@ -19,12 +19,12 @@ from distgraph.engine.checkpoints.loading import Loaded, check_records, restore_
 from distgraph.engine.checkpoints.saving import Saves, contents_of
 from distgraph.engine.commands.overrides import cluster_given, plan_for, strategy_given
 from distgraph.engine.commands.script_runner import offer_program, offer_step
-from distgraph.engine.compile.conflict_warning import warn_conflicts
 from distgraph.engine.compile.loss_scaling import SCALE
 from distgraph.engine.compile.plan_apply import check_batch
 from distgraph.engine.compile.plan_extract import extract_plan
 from distgraph.engine.compile.program_forecast import check_outputs, cluster_for, forecast_training
 from distgraph.engine.compile.program_summary import PlanView
+from distgraph.engine.compile.program_warnings import warn_conflicts
 from distgraph.engine.compile.strategy_passes import strategy_pipeline
 from distgraph.engine.compile.training_spec import TrainingSpec, metric_names
 from distgraph.engine.data import DataLoader, as_source, stand_ins, whole

@@ -32,7 +32,8 @@ class Sampling:
 
     Attributes:
         temperature: divides the logits; 0 chooses the largest one.
-        top_k: number of the largest logits that are candidates; None for all.
+        top_k: number of the largest logits that are candidates; None for all, as a number above the
+            vocabulary.
         top_p: only the fewest tokens whose probabilities add up to this are candidates; None for all.
 
     Raises:
@@ -99,6 +100,14 @@ class Limits:
                 f"keep is {self.keep} but must be less than the {positions} positions of the model"
             )
 
+    def check_end_token(self, vocabulary: int) -> None:
+        """Raises GraphError where no logit is that of the end token."""
+        if self.end_token is not None and not 0 <= self.end_token < vocabulary:
+            raise GraphError(
+                f"end_token is {self.end_token} but the model gives logits of tokens 0 to {vocabulary - 1}; "
+                f"give one of these, or leave end_token out"
+            )
+
 
 def generate(
     session: Session, prompts: Any, limits: Limits, sampling: Sampling, seed: int
@@ -135,7 +144,9 @@ def generate(
         if front - first > positions:
             assert limits.keep is not None
             first, cache.filled = front - limits.keep, 0
-        chosen = sampling.choose(cache.logits(first, front), dice)
+        logits = cache.logits(first, front)
+        limits.check_end_token(logits.shape[-1])
+        chosen = sampling.choose(logits, dice)
         free = (lengths <= front) & (front < ends)
         tokens[free, front] = chosen[free]
         ends[free & (tokens[:, front] == limits.end_token)] = front + 1

@@ -16,6 +16,7 @@ from distgraph.engine.compile.compile_request import CompileRequest
 from distgraph.engine.compile.derived_programs import reference_of
 from distgraph.engine.compile.dump import write
 from distgraph.engine.compile.plan_apply import check_batch, layouts_of, with_plan_settings
+from distgraph.engine.compile.program_warnings import warn_redundant_ranks
 from distgraph.engine.compile.training_spec import TrainingSpec
 from distgraph.engine.data import Batch, Field
 from distgraph.engine.executable import Compiled
@@ -336,6 +337,8 @@ class Session:
         if not compiled.ready:
             devices, mixed = self.memory.devices, self.is_mixed(compiled)
             agree_on_program(compiled, self.memory.seed, scalars)
+            if compiled.mode == "train":
+                warn_redundant_ranks(compiled.build, world, self.training_spec.strategy)
             programs = run_together(world, compiled.partition)
 
             def prepare(rank: int) -> None:

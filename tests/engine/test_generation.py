@@ -293,6 +293,8 @@ def test_models_that_are_not_causal_are_refused(mix: Callable[[dg.Tensor], Any],
         ({"top_k": 5}, "top_k or top_p is given but temperature is 0"),
         ({"keep": 24}, "keep is 24 but must be less than the 24 positions of the model"),
         ({"end_token": 0.5}, "end_token of generate is 0.5 but must be an integer"),
+        ({"end_token": 9999}, "end_token is 9999 but the model gives logits of tokens 0 to"),
+        ({"end_token": -1}, "end_token is -1 but the model gives logits of tokens 0 to"),
         ({"length": 0}, "length of generate is 0 but must be an integer of at least 1"),
     ],
 )

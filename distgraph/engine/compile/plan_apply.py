@@ -52,6 +52,8 @@ def warn_overruled(strategy: Strategy, plan: Plan) -> None:
     mesh = strategy.mesh
     if not broken and mesh is not None and not any(mesh == m or mesh.is_repeated_in(m) for m in meshes):
         broken = f"mesh={mesh}"
+    if not broken and not _splits_inputs(plan, strategy.batch_axes):
+        broken = f"batch_axis={strategy.batch_axis!r}"
     if not broken and strategy.split > plan.zero:
         broken = f"zero={strategy.zero}"
     if broken and is_chief():
@@ -64,6 +66,12 @@ def warn_overruled(strategy: Strategy, plan: Plan) -> None:
             UserWarning,
             stacklevel=user_stack_level(),
         )
+
+
+def _splits_inputs(plan: Plan, axes: tuple[str, ...]) -> bool:
+    """Whether a plan splits the first dim of every input over these axes."""
+    inputs = [stored.spec.dims for stored in plan.tensors.values() if stored.kind == "input"]
+    return all(set(axes) <= set(dims[0]) for dims in inputs if dims)
 
 
 def layouts_of(plan: Plan) -> dict[str, DistAttr]:

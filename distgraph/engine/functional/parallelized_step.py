@@ -304,7 +304,8 @@ def parallelize(
             equal numbers of ranks; "auto" searches the stages.
         cluster: what searches and forecasts are for; by default a local one of `devices` ranks.
         donate: whether a step uses its state up; with False it returns NumPy arrays.
-        plan: a plan, or its file, in place of a method.
+        plan: a plan, or its file; takes the place of method, devices, micro_batches and stages, which are
+            left out.
         strategy: takes the place of method, devices, micro_batches and stages, which are left out.
 
     Raises:
@@ -330,7 +331,8 @@ def parallelize(
         raise ShardingError(
             f"method {method!r} of parallelize does not exist; it is one of {', '.join(METHODS)}"
         )
-    _check_settings(method, layers, strategy, devices=devices, micro_batches=micro_batches, stages=stages)
+    decided = "plan" if plan is not None else "strategy" if strategy is not None else ""
+    _check_settings(method, layers, decided, devices=devices, micro_batches=micro_batches, stages=stages)
     resources = load_cluster(cluster) if isinstance(cluster, (str, Path)) else cluster
     count = _ranks(devices, resources)
     meshes: tuple[ProcessMesh, ...] = ()
@@ -349,8 +351,9 @@ def parallelize(
     return ParallelizedStep(function, chosen, resources, meshes, marked, donate, plan)
 
 
-def _check_settings(method: str, layers: str, strategy: Strategy | None, **given: int | None) -> None:
-    """Raises ShardingError where settings of `parallelize` do not go together."""
+def _check_settings(method: str, layers: str, decided: str, **given: int | None) -> None:
+    """Raises ShardingError where settings of `parallelize` do not go together, or a "plan" or "strategy"
+    decides them."""
     if layers not in LAYERS:
         raise ShardingError(f"layers of parallelize is {layers!r} but must be one of {', '.join(LAYERS)}")
     if layers == "manual" and method != "pipeline":
@@ -360,9 +363,9 @@ def _check_settings(method: str, layers: str, strategy: Strategy | None, **given
         )
     settings = {"method": None if method == "auto" else method, **given}
     name = next((name for name, value in settings.items() if value is not None), None)
-    if strategy is not None and name is not None:
+    if decided and name is not None:
         raise ShardingError(
-            f"{name} of parallelize is {settings[name]!r} but a strategy is given, which takes its place; "
+            f"{name} of parallelize is {settings[name]!r} but a {decided} is given, which takes its place; "
             f"leave one of them out"
         )
 

@@ -450,6 +450,13 @@ def test_a_setting_that_the_plan_overrules_is_named(given: dict[str, Any], messa
         dg.Engine(nn.ReLU(), plan=plan, strategy=dg.Strategy(**given))
 
 
+def test_a_batch_axis_that_the_plan_overrules_is_named() -> None:
+    _, plan = plan_of(CASES["dp x tp, refined"])
+    strategy = dg.Strategy(mesh=plan.stages[0].mesh, batch_axis="tp")
+    with pytest.warns(UserWarning, match="batch_axis='tp' of Strategy has no effect: the plan"):
+        dg.Engine(nn.ReLU(), plan=plan, strategy=strategy)
+
+
 def test_settings_that_agree_with_the_plan_are_taken_without_a_warning(recwarn: Any) -> None:
     _, plan = plan_of(CASES["dp"])
     mesh = plan.stages[0].mesh

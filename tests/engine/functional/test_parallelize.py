@@ -208,6 +208,7 @@ def test_grad_outside_of_a_step() -> None:
         ({"method": "shard", "stages": 2}, "stages of parallelize is 2 but method 'shard' has no pipeline"),
         ({"method": "zero2", "layers": "manual"}, "layers .* is 'manual' but method 'zero2' does not read"),
         ({"devices": 2, "strategy": dg.Strategy()}, "devices of parallelize is 2 but a strategy is given"),
+        ({"micro_batches": 2, "plan": "plan.json"}, "micro_batches .* is 2 but a plan is given, which"),
         ({"method": "zero2", "strategy": dg.Strategy()}, "method of parallelize is 'zero2' but a strategy"),
         ({"layers": "manual"}, "layers of parallelize is 'manual' but method 'auto' does not read marks"),
     ],

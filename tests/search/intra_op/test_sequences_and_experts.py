@@ -8,11 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 
 import distgraph as dg
 from distgraph.engine.commands.plan_search import SearchOptions, search
 from distgraph.engine.compile.plan_apply import apply_plan
 from distgraph.engine.data import whole
+from distgraph.engine.search_driver.baselines import baselines
 from distgraph.models import GShardMoE, Llama, LlamaConfig, MoEConfig
 from distgraph.passes.lower import lower
 from distgraph.passes.reshard import reshard
@@ -62,6 +64,21 @@ def test_a_ring_for_a_long_sequence_between_machines() -> None:
 def test_a_split_sequence_where_heads_are_fewer_than_ranks() -> None:
     plan = found(long_llama(2), 2, 8192, "dgx_a100_pod", 8)
     assert re.search(r'"attention (by ring )?\{[^}]*s:\w+\} -> ', plan.text())
+
+
+def test_rings_of_many_steps_are_left_out_where_another_program_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def context_parallel() -> dict[str, float | str]:
+        baselines = found(long_llama(2), 2, 2048, "dgx_a100_pod", 4).baselines
+        return {name: each for name, each in baselines.items() if name.startswith("context parallel: ")}
+
+    shortest, longest = context_parallel().items()
+    assert isinstance(shortest[1], float)
+    assert isinstance(longest[1], float)
+    monkeypatch.setattr(baselines, "_MOST_RING_STEPS", 3)
+    assert context_parallel() == {
+        shortest[0]: shortest[1],
+        longest[0]: "left out: 1 x 4 steps of rings are more than 3, and another program fits",
+    }
 
 
 def test_experts_are_split_and_tokens_sent_to_them() -> None:

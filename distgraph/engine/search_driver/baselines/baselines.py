@@ -171,7 +171,7 @@ def evaluate_context_parallel(state: SearchState) -> Iterator[Event]:
             return
         name = f"context parallel: dp={devices // ranks} x sp={ranks}"
         if state.best is not None and ranks not in short:
-            steps = f"its {attention} rings have {ranks} steps each, more than {_MOST_RING_STEPS} together"
+            steps = f"{attention} x {ranks} steps of rings are more than {_MOST_RING_STEPS}"
             state.evaluations.baselines[name] = f"left out: {steps}, and another program fits"
             continue
         yield Event(name)
