@@ -255,6 +255,7 @@ class Engine:
         parts: dict[str, list[np.ndarray]] = {}
         for batch in loader:
             compiled = self._session.program("predict", batch)
+            compiled.check_rows(len(source))
             for label, array in self._session.arrays(compiled, batch, self._scalars()).items():
                 parts.setdefault(label, []).append(array)
         outputs = {label: np.concatenate(arrays) for label, arrays in parts.items()}
@@ -471,8 +472,7 @@ class Engine:
             if not self._conflicts_reported:
                 self._conflicts_reported = True
                 warn_conflicts(self._session.first_program("plan").build.completed)
-            if self.step not in self.history.skipped[-1:]:
-                self._means.add(logs, len(batch))
+            self._means.add(logs, 0 if self.step in self.history.skipped[-1:] else len(batch))
             for watcher in watchers:
                 watcher.on_batch_end(self, self.step, logs)
             if self.should_stop and self.position < loader.stop:

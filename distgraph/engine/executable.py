@@ -12,7 +12,7 @@ import numpy as np
 from distgraph.engine.compile.compile_request import CompileRequest
 from distgraph.engine.data import Batch
 from distgraph.engine.parameter_store import Memory
-from distgraph.errors import RuntimeFault
+from distgraph.errors import GraphError, RuntimeFault
 from distgraph.ir.dtypes import short, to_numpy
 from distgraph.passes.partition import RankProgram
 from distgraph.resources import RankMapping
@@ -173,6 +173,24 @@ class Compiled:
         alone = not mixed and needs_no_message(self.build.parts, values, ranks)
         policy = self.request.training_spec.strategy.nonfinite
         return Guard(values, ranks, None if alone else control, policy != "warn")
+
+    def check_rows(self, samples: int) -> None:
+        """Check that outputs of parts of a data set can be joined along their first dim.
+
+        Args:
+            samples: of the data set.
+
+        Raises:
+            GraphError: an output has no row for each sample, and the data set is more than one part.
+        """
+        rows = self.request.size // self.micro_batches
+        for label, value in self.build.lowered.outputs:
+            if rows < samples and value.shape[:1] != (rows,):
+                raise GraphError(
+                    f"{label} of the model is {value.type} for {rows} samples, not a row for each, but "
+                    f"predict joins rows of {samples} samples; return rows, or predict them at once: "
+                    f"batch_size={samples} and micro_batches=1"
+                )
 
     @property
     def updates(self) -> dict[int, int]:

@@ -59,9 +59,11 @@ class Means:
     count: int = 0
 
     def add(self, logs: Mapping[str, float], size: int) -> None:
-        """Add the means of a batch."""
+        """Add the means of a batch; of 0 samples, such as of a step that was left out, the names alone."""
         for name, number in logs.items():
-            self.terms.setdefault(name, []).append(number * size)
+            terms = self.terms.setdefault(name, [])
+            if size:
+                terms.append(number * size)
         self.count += size
 
     def copy(self) -> Means:
@@ -69,5 +71,8 @@ class Means:
         return Means({name: list(terms) for name, terms in self.terms.items()}, self.count)
 
     def result(self) -> dict[str, float]:
-        """Name -> mean over all samples added so far."""
-        return {name: math.fsum(terms) / self.count for name, terms in self.terms.items()}
+        """Name -> mean over all samples added so far; nan where there are none."""
+        return {
+            name: math.fsum(terms) / self.count if self.count else math.nan
+            for name, terms in self.terms.items()
+        }

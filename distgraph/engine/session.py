@@ -338,7 +338,7 @@ class Session:
             devices, mixed = self.memory.devices, self.is_mixed(compiled)
             agree_on_program(compiled, self.memory.seed, scalars)
             if compiled.mode == "train":
-                warn_redundant_ranks(compiled.build, world, self.training_spec.strategy)
+                warn_redundant_ranks(compiled.build, world, planned=self.plan is not None)
             programs = run_together(world, compiled.partition)
 
             def prepare(rank: int) -> None:

@@ -17,7 +17,8 @@ from distgraph.ir.printer import print_graph
 from distgraph.ir.sharding_spec import AxisAttr, DistAttr, OpAxes
 
 ROLES = ("data", "forward", "backward", "optimize")
-SOURCES = ("input", "param", "state", "constant")  # kinds without operands that bring data into the graph
+STORED = ("input", "param", "state")  # kinds of tensors that ranks hold before a step
+SOURCES = (*STORED, "constant")  # kinds without operands that bring data into the graph
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from distgraph.errors import DistGraphError, GraphError, ShardingError
 from distgraph.ir.collective_registry import NARROWED, WIRE, StepAttrs, halo_windows, of_one_tensor
 from distgraph.ir.collectives import COLLECTIVES
 from distgraph.ir.dtypes import NAMES, is_float, itemsize
-from distgraph.ir.graph import ROLES, SOURCES, Graph, Op, Value
+from distgraph.ir.graph import ROLES, SOURCES, STORED, Graph, Op, Value
 from distgraph.ir.index_rule import OpLayout, representable
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.op_registry import (
@@ -234,6 +234,11 @@ def _check_completed(graph: Graph, op: Op) -> None:
     for value in op.results:
         if value.name not in graph.attrs:
             fault(_NAME, f"%{value.name}", f"value %{value.name} has no layout; run the pass complete")
+        if op.kind in STORED and graph.attrs[value.name].spec.partial:
+            message = (
+                f"{op.kind} %{value.name} is partial but each rank stores it whole; give it no partial axis"
+            )
+            fault(_NAME, f"%{value.name}", message)
     if op.layout is None:
         fault(_CALL, "", "op has no layout of its own; run the pass complete")
     if not op.kind.startswith("comm."):

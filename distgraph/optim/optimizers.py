@@ -325,7 +325,8 @@ def _rate(scalar: Tensor, like: Tensor) -> Tensor:
 
 @checked_arguments()
 def clip_by_global_norm(grads: Sequence[Tensor], limit: Positive) -> list[Tensor]:
-    """Gradients scaled by min(1, limit / norm) with the global norm of all of them (Pascanu et al., 2013).
+    """Gradients scaled by min(1, limit / (norm + 1e-6)) with the global norm of all of them (Pascanu et al.,
+    2013; the term against division by 0 as in PyTorch).
 
     Raises:
         GraphError: the limit is not positive.

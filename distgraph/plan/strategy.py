@@ -41,9 +41,9 @@ class Strategy:
             their algorithms (docs/parallelism/matmul_algorithms.md), "auto" searches everything and takes
             the best forecast.
         micro_batches: parts into which a batch is cut; gradients are accumulated over them, and the stages of
-            a pipeline work on different ones at the same time. A batch that does not divide takes fewer.
-            None for 1; in mode "auto" for the best number, else that mode keeps to what is given, which
-            has to divide the batch.
+            a pipeline work on different ones at the same time. It has to divide the batch size of `fit`,
+            whose shorter last batch is cut into fewer parts if it must be. None for 1; in mode "auto" for the
+            best number.
         schedule: order of the micro-batches in a pipeline: "1f1b", "gpipe", "eager-1f1b", "zb-h1",
             "interleaved-1f1b" and "zb-v" for stages that are reached several times, one that the program has
             registered (see `distgraph.plan.pipeline_schedules`), or a table as text or the path of a file

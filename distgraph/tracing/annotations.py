@@ -53,7 +53,8 @@ def shard_tensor(
 
     Raises:
         ShardingError: an axis is unknown or used twice, the number of dims differs, or `x` is pinned to
-            another layout; neither mesh and dims nor axes are given, or both; a parameter is to be partial.
+            another layout; neither mesh and dims nor axes are given, or both; a parameter or input is to be
+            partial.
 
     Example:
         `dg.shard_tensor(self.fc.weight, mesh, [None, "tp"])`

@@ -309,6 +309,11 @@ class Trace:
         self.axis_attrs[value.name] = attr
 
     def _check_annotated_once(self, value: Value, attr: DistAttr | AxisAttr) -> None:
+        if attr.spec.partial and any(value == tensor.value for tensor in self._sources.values()):
+            raise ShardingError(
+                f"%{value.name} is annotated {attr} ({attr.origin.where}) but is stored and cannot be "
+                f"partial; annotate a tensor that is computed from it"
+            )
         befores = (self.attrs.get(value.name), self.axis_attrs.get(value.name))
         for before in (before for before in befores if before is not None):
             if before != attr and not (type(before) is not type(attr) and before.spec == attr.spec):

@@ -2,7 +2,7 @@
 
 In:   a serial graph and the mesh of every op (see `assign_meshes`).
 Out:  the same program: if an `accumulate` reads a sum of terms from different meshes, each term is
-    accumulated on its mesh and the sum is computed once a step.
+    accumulated on its mesh and the sum is computed once a step. A sum that the user has annotated stays.
 Invariant: same numbers up to rounding (accumulation is linear); graphs of one mesh do not change.
 
     %s = add(%a, %b)      # %a on stage 0, %b on stage 1      %p = accumulate(%a)   %q = accumulate(%b)
@@ -52,11 +52,13 @@ def spread_over_meshes(
 def _split(graph: Graph, op: Op, mesh_of: dict[str, ProcessMesh]) -> list[Op]:
     """Accumulations of the terms of a sum, and the sum of the accumulations."""
     total = graph.producers[op.operands[0].name]
+    attr = graph.attrs.get(total.name)
     if (
         total.kind != "add"
         or total.role != "backward"
         or len(graph.users[total.name]) != 1
         or total.name in graph.live_out
+        or (attr is not None and attr.pinned)
     ):
         return [op]
     if not _crosses(graph, total, mesh_of):

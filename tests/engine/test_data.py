@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import distgraph as dg
+from distgraph import ops
 from distgraph.engine.data import ArraySource, Batch, DataLoader, MapSource, as_source, order
-from distgraph.errors import RuntimeFault
+from distgraph.errors import GraphError, RuntimeFault
 
 X = np.ones((4, 2))
 
@@ -181,3 +183,15 @@ def test_sources_pass_through() -> None:
     assert as_source(source) is source
     assert isinstance(source, ArraySource)
     assert isinstance(as_source(ByOne()), MapSource)
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+def test_outputs_without_a_row_for_each_sample_are_predicted_at_once(micro: int) -> None:
+    x = np.random.default_rng(0).normal(size=(23, 6))
+    whole = dg.Engine(lambda x: (x, ops.mean(x, 0), x.T @ x)).predict(x)
+    np.testing.assert_allclose(whole["output1"], x.mean(0))
+    np.testing.assert_allclose(whole["output2"], x.T @ x)
+    for output in (ops.mean, lambda x: ops.mean(x, 0), lambda x: x.T, lambda x: (x, x.T @ x)):
+        cut = dg.Engine(output, strategy=dg.Strategy(micro_batches=micro))
+        with pytest.raises(GraphError, match=r"not a row for each, but predict joins rows of 2[0-9] samples"):
+            cut.predict(x if micro == 1 else x[:20], batch_size=10 if micro == 1 else 20)

@@ -187,6 +187,8 @@ def test_a_mesh_without_the_axis_and_other_axes_around_an_op_are_named() -> None
 
     with pytest.raises(ShardingError, match=r"relu .* is given the axes .* but other annotations lead to"):
         complete(trace(contradiction, FLOATS), GRID)
+    with pytest.raises(ShardingError, match=r"%x0 is annotated .* but is stored and cannot be partial"):
+        trace(lambda x: dg.shard_tensor(x, GRID, [None, None], partial="tp"), FLOATS)
     parameter = nn.Parameter((8, 24))
     with pytest.raises(ShardingError, match="is stored and cannot be partial; annotate a tensor inside"):
         dg.shard_tensor(parameter, axes=[None, None], partial="tp")

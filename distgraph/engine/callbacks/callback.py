@@ -18,10 +18,15 @@ class Callback:
     epoch, the epoch stays unfinished, and `fit(..., resume=True)` continues it.
 
     Attributes:
-        writes: path of the file or folder that it writes, which no other callback may write; empty for none.
+        writes: path of the file or folder that it writes, which no other callback may write unless
+            `may_share`; empty for none.
     """
 
     writes: str | Path = ""
+
+    def may_share(self, other: Callback) -> bool:
+        """Whether another callback may write to the same path, because neither replaces what has to stay."""
+        return False
 
     def on_train_begin(self, engine: Engine, last_epoch: int) -> None:
         """Before the first epoch; training ends before epoch `last_epoch`."""

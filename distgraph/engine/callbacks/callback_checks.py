@@ -50,7 +50,7 @@ def check_files(callbacks: Sequence[Callback]) -> None:
         if not path or not isinstance(path, (str, Path)):
             continue
         place = os.path.realpath(path)
-        if place in writers:
+        if place in writers and not callback.may_share(writers[place]):
             raise RuntimeFault(
                 f"callbacks {type(writers[place]).__name__} and {type(callback).__name__} both write "
                 f"{shown_path(path)}; give each a path of its own"

@@ -101,9 +101,16 @@ class ModelCheckpoint(Callback):
                 f"{{epoch}} or {{step}} in it"
             )
         self.every, self.every_steps, self.best, self.mode = every or 1, every_steps, best, mode
-        self.keep = keep
+        self.keep, self.writes = keep, self.path.text
         self.asynchronous = asynchronous
         self._best = _Best(mode)
+
+    def may_share(self, other: Callback) -> bool:
+        """See `Callback`. The best checkpoint, and those that are kept, must not be replaced by another's."""
+        if not isinstance(other, ModelCheckpoint) or self.keep != other.keep:
+            return False
+        every_one_stays = bool(self.path.fields) and self.keep is None
+        return every_one_stays or (self.best, self.mode) == (other.best, other.mode)
 
     def on_train_begin(self, engine: Engine, last_epoch: int) -> None:
         """See `Callback`. Raises RuntimeFault where nothing can be written, or nothing measures `best`."""
@@ -148,6 +155,8 @@ class ModelCheckpoint(Callback):
 class EarlyStopping(Callback):
     """Ends training when a number has not improved for some epochs.
 
+    An epoch whose steps were all left out, as the first ones under precision fp16 may be, does not count.
+
     Args:
         monitor: "loss", "valid_loss", or a metric.
         patience: epochs without improvement that are tolerated.
@@ -165,12 +174,20 @@ class EarlyStopping(Callback):
         self.monitor, self.patience = monitor, patience
         self._best = _Best(mode, min_delta)
         self.waited = 0
+        self._first_step = 0
 
     def on_train_begin(self, engine: Engine, last_epoch: int) -> None:
         """See `Callback`. Raises RuntimeFault where no epoch measures what is watched."""
         check_monitor("EarlyStopping", self.monitor, engine)
 
+    def on_epoch_begin(self, engine: Engine, epoch: int, batches: int) -> None:
+        self._first_step = engine.step
+
     def on_epoch_end(self, engine: Engine, epoch: int, logs: Logs) -> None:
-        self.waited = 0 if self._best.improves(_monitored(logs, self.monitor)) else self.waited + 1
+        number = _monitored(logs, self.monitor)
+        left_out = sum(step > self._first_step for step in engine.history.skipped)
+        if left_out and left_out == engine.step - self._first_step:
+            return
+        self.waited = 0 if self._best.improves(number) else self.waited + 1
         if self.waited > self.patience:
             engine.should_stop = True

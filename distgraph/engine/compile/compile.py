@@ -12,6 +12,7 @@ from distgraph.engine.compile.compile_request import CompileRequest
 from distgraph.engine.compile.derived_programs import follow_plan, reference_of
 from distgraph.engine.compile.dump import dump_directory, dump_pass, dump_stage, write
 from distgraph.engine.compile.plan_apply import apply_plan, devices_of
+from distgraph.engine.compile.program_warnings import warn_unaveraged_loss
 from distgraph.engine.compile.rank_placement import needed_types, place_ranks
 from distgraph.engine.compile.recomputed_layers import recomputed_program
 from distgraph.engine.compile.strategy_passes import complete_with, strategy_pipeline
@@ -42,7 +43,7 @@ def compile_program(
         GraphError, ShardingError: the program, its annotations or its plan do not fit together.
         ResourceError: the meshes need more devices than the cluster has.
     """
-    request.check_loss()
+    warn_unaveraged_loss(request)
     serial, completed = complete_program(request, reference)
     dump_stage(request.mode, "serial", serial)
     dump_stage(request.mode, "completed", completed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -11,9 +10,7 @@ from distgraph.engine.compile.training_spec import TrainingSpec
 from distgraph.engine.data import Field
 from distgraph.ir.graph import Graph
 from distgraph.ir.sharding_spec import DistAttr
-from distgraph.passes.analysis.accumulation import growths
 from distgraph.plan.plan import Plan
-from distgraph.tracing.tracer import user_stack_level
 
 
 @dataclass(frozen=True)
@@ -64,30 +61,6 @@ class CompileRequest:
             whole = self.training_spec.trace("predict", fields, self.layouts)
             return incremental_program(whole, self.training_spec.names((name,), "predict")[name], width)
         return self.training_spec.trace(self.mode, self.blocks(self.micro_batches), self.layouts)
-
-    def check_loss(self) -> None:
-        """Warn where the loss of a program in micro-batches is a sum over the samples, not a mean over them.
-
-        The losses of micro-batches are averaged, so that a sum would be too small. Losses of distgraph are
-        means; of others a sum is recognised, and no other dependence on the number of samples.
-        """
-        spec, parts = self.training_spec, self.micro_batches
-        home = str(getattr(spec.loss, "__module__", ""))
-        if self.mode != "train" or parts == 1 or type(spec) is not TrainingSpec or "distgraph." in home:
-            return
-        factor = next(n for n in range(2, parts + 1) if parts % n == 0)
-        try:
-            small, large = (spec.trace("evaluate", self.blocks(n), {}) for n in (parts, parts // factor))
-        except Exception:  # noqa: BLE001 - the model may not evaluate, or not other sizes, which proves nothing
-            return
-        loss = growths(small, large, factor).get(dict(small.outputs)["loss"].name)
-        if loss is not None and loss.kind == "linear" and loss.power == 1:
-            warnings.warn(
-                f"loss is a sum over the samples but micro_batches is {parts}, whose losses are averaged; "
-                f"divide the loss by the number of samples, or use micro_batches=1",
-                UserWarning,
-                stacklevel=user_stack_level(),
-            )
 
 
 def equal_parts(size: int, limit: int) -> int:

@@ -74,6 +74,13 @@ def _splits_inputs(plan: Plan, axes: tuple[str, ...]) -> bool:
     return all(set(axes) <= set(dims[0]) for dims in inputs if dims)
 
 
+def _splits_stored(plan: Plan) -> bool:
+    """Whether a plan splits a parameter or state over an axis that splits the first dim of an input."""
+    specs = [(stored.kind, stored.spec.dims) for stored in plan.tensors.values()]
+    data = {axis for kind, dims in specs if kind == "input" and dims for axis in dims[0]}
+    return any(data & set(dim) for kind, dims in specs if kind != "input" for dim in dims)
+
+
 def layouts_of(plan: Plan) -> dict[str, DistAttr]:
     """The layouts in which the plan stores parameters and states."""
     origin = Origin("search", f"plan of {plan.program.name}")
@@ -94,6 +101,11 @@ def apply_plan(request: CompileRequest, plan: Plan) -> tuple[Graph, Graph]:
         GraphError: the plan is for another program, or has a layout that an op does not allow.
         ShardingError: an annotation of the model contradicts the plan.
     """
+    if plan.zero and not _splits_stored(plan):
+        raise GraphError(
+            f"plan of {plan.program.name} has zero {plan.zero} but splits no parameter and no state over the "
+            f"axes of its inputs; leave zero out, or make the plan anew"
+        )
     program = with_repeated_meshes(_trace(request, plan), plan)
     serial = flatten(program)
     positions = OpPositions(serial, layers_by_first_ops(serial, [layer.first for layer in plan.layers]))
@@ -267,6 +279,10 @@ def _stored_attr(op: Op, plan: Plan, origin: Origin) -> DistAttr:
     mesh = plan.stages[stored.stage].mesh
     where = f"plan of {plan.program.name}: {op.kind} {name} {op.result.type}"
     stored.spec.check(op.result.shape, mesh, where)
+    if stored.spec.partial:
+        raise ShardingError(
+            f"{where} has the layout {stored.spec} but is stored and cannot be partial; take partial out"
+        )
     return DistAttr(mesh, stored.spec, origin)
 
 

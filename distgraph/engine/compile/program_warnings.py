@@ -1,16 +1,62 @@
-"""Warnings for training programs: of annotations that compete for an axis, and of ranks that add nothing."""
+"""Warnings for training programs: of losses that micro-batches change, of annotations that compete for an
+axis, and of ranks that add nothing."""
 
 from __future__ import annotations
 
 import warnings
 
+from distgraph.engine.compile.compile_request import CompileRequest
+from distgraph.engine.compile.training_spec import TrainingSpec
 from distgraph.ir.graph import Graph
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.passes.analysis.accumulation import Growth, growths
 from distgraph.passes.analysis.conflicts import conflicts
 from distgraph.passes.propagate_shardings import Lost
-from distgraph.plan.strategy import Strategy
 from distgraph.runtime.execute.process_group import World, is_chief
 from distgraph.runtime.program.build import Build
 from distgraph.tracing.tracer import user_stack_level
+
+
+def warn_unaveraged_loss(request: CompileRequest) -> None:
+    """Warn where the loss of a program in micro-batches is not the mean over the samples.
+
+    The losses of micro-batches are averaged, which gives that of the batch only for a mean. Losses of
+    distgraph are means. Another one is examined as a function of the outputs of the model, see `growths`;
+    where the model returns its loss, a sum alone is recognised, because models may couple samples on purpose.
+    """
+    spec, parts = request.training_spec, request.micro_batches
+    home = str(getattr(spec.loss, "__module__", ""))
+    if request.mode != "train" or parts == 1 or type(spec) is not TrainingSpec or "distgraph." in home:
+        return
+    growth = _growth_of_loss(request)
+    if growth is None:
+        return
+    is_sum = growth.kind == "linear" and growth.power == 1
+    if not is_sum and (spec.loss is None or (growth.kind in ("fixed", "linear") and growth.power == 0)):
+        return
+    what, way = "is a sum over the samples", "divide the loss by the number of samples"
+    if not is_sum:
+        what, way = "is no plain mean over the samples", "take a mean of one number for each sample"
+    warnings.warn(
+        f"loss {what} but micro_batches is {parts}, whose losses are averaged; {way}, or use micro_batches=1",
+        UserWarning,
+        stacklevel=user_stack_level(),
+    )
+
+
+def _growth_of_loss(request: CompileRequest) -> Growth | None:
+    """How the loss depends on the number of samples; None where it cannot be traced for others."""
+    spec, parts = request.training_spec, request.micro_batches
+    factor = next(n for n in range(2, parts + 1) if parts % n == 0)
+    blocks = [request.blocks(n) for n in (parts, parts // factor)]
+    try:
+        if spec.loss is None:
+            small, large = (spec.trace("evaluate", each, {}) for each in blocks)
+        else:
+            small, large = map(spec.trace_loss, blocks)
+    except Exception:  # noqa: BLE001 - the model may not evaluate, or not other sizes, which proves nothing
+        return None
+    return growths(small, large, factor).get(dict(small.outputs)["loss"].name)
 
 
 def warn_conflicts(completed: Graph) -> None:
@@ -38,14 +84,14 @@ def _between_annotations(lost: Lost) -> bool:
     return lost.reason == "taken" and lost.claimed != lost.held
 
 
-def warn_redundant_ranks(build: Build, world: World, strategy: Strategy) -> None:
-    """Warn, on the process that prints, of ranks of an MPI job without a part in a training program, and of a
-    strategy's mesh over which nothing is split, so that its ranks compute the same.
+def warn_redundant_ranks(build: Build, world: World, *, planned: bool) -> None:
+    """Warn, on the process that prints, of ranks of an MPI job without a part in a training program, and of
+    meshes over which nothing is split, so that their ranks compute the same.
 
     Args:
         build: the program.
         world: the ranks of the job.
-        strategy: of the engine; one with a plan has no mesh.
+        planned: whether a plan decides the meshes, which then have their reasons.
     """
     without = [rank for rank in range(world.size) if rank not in build.ranks]
     message = ""
@@ -55,18 +101,19 @@ def warn_redundant_ranks(build: Build, world: World, strategy: Strategy) -> None
             f"MPI job has {world.size} ranks but training uses {len(build.ranks)} of them and rank {shown} "
             f"computes nothing; start fewer ranks, or train on a mesh of {world.size}"
         )
-    elif _repeats(build, strategy):
+    elif not planned and (meshes := _unsplit_meshes(build.completed)):
         message = (
-            f"mesh of Strategy is {strategy.mesh} but no tensor is split over it, so that every rank "
-            "computes the whole step; give batch_axis to split the batch, annotate tensors, or leave mesh out"
+            f"no tensor is split over {meshes[0]}, so that each of its ranks computes the same; split the "
+            "batch with batch_axis, annotate tensors, or take a mesh of one rank"
         )
     if message and world.is_chief:
         warnings.warn(message, UserWarning, stacklevel=user_stack_level())
 
 
-def _repeats(build: Build, strategy: Strategy) -> bool:
-    """Whether a program on the mesh of its strategy, of two ranks or more, has no tensor that is split."""
-    mesh, attrs = strategy.mesh, build.completed.attrs.values()
-    if mesh is None or mesh.size == 1:
-        return False
-    return all(attr.mesh == mesh and not attr.spec.axes for attr in attrs)
+def _unsplit_meshes(graph: Graph) -> list[ProcessMesh]:
+    """Meshes of two ranks or more whose ranks are in no mesh over which something is split."""
+    layouts = [(attr.mesh, attr.spec.axes) for attr in graph.attrs.values()]
+    meshes = dict.fromkeys(mesh for mesh, _ in layouts)
+    split = {rank for mesh in {mesh for mesh, axes in layouts if axes} for rank in mesh.members}
+    split |= {rank for op in graph.ops if op.layout and op.layout.axes for rank in op.layout.mesh.members}
+    return [mesh for mesh in meshes if mesh.size > 1 and split.isdisjoint(mesh.members)]

@@ -202,10 +202,14 @@ class StepSpec(TrainingSpec):
         """Replace the state by the one that the function returned, at the end of the step."""
         check_same("the state that the training step returned", self.program.state, new)
         after = dict(leaves(new))
+        read = {value.name for op in trace.ops for value in op.operands}
         for path, old in leaves(self.program.state):
             tensor, value = trace.tensor(old), trace.tensor(after[path])
             if value.value.name == tensor.value.name:
-                continue
+                if tensor.value.name in read:
+                    continue
+                with trace.within(role="optimize"):  # an update keeps it in the program, which stores it
+                    value = emit_one("reshape", tensor, shape=tensor.shape)
             if value.shape != tensor.shape:
                 raise GraphError(
                     f"leaf {path} of the state is {tensor.value.type} but its new value is "

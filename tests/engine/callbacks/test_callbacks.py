@@ -23,6 +23,8 @@ from distgraph.engine.callbacks import (
     TensorBoard,
     Timeline,
 )
+from distgraph.engine.callbacks.callback_checks import check_files
+from distgraph.engine.history import History
 from distgraph.errors import RuntimeFault
 from distgraph.runtime.execute.checkpoint import Checkpoint
 
@@ -35,6 +37,7 @@ class Stub:
         self.is_chief = True
         self.step = self.epoch = 0
         self.saved: list[str] = []
+        self.history = History()
 
     def save(self, path: str, *, asynchronous: bool = False) -> None:
         self.saved.append(path)
@@ -64,6 +67,37 @@ def epochs(callback: Callback, numbers: list[float], name: str = "valid_loss") -
 )
 def test_early_stopping(options: dict[str, Any], numbers: list[float], ran: int) -> None:
     assert epochs(EarlyStopping(**options), numbers)[1] == ran
+
+
+def test_epochs_whose_steps_were_all_left_out_do_not_count() -> None:
+    stub: Any = Stub()
+    stopping = EarlyStopping(patience=0)
+    for epoch, left_out in enumerate((2, 0, 2, 1)):
+        stopping.on_epoch_begin(stub, epoch, 2)
+        stub.step += 2
+        stub.history.skipped += list(range(stub.step - left_out + 1, stub.step + 1))
+        stopping.on_epoch_end(stub, epoch, {"epoch": epoch, "valid_loss": 1.0})
+        assert stub.should_stop == (epoch == 3)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "share"),
+    [
+        (ModelCheckpoint("a", every=2), ModelCheckpoint("./a", every_steps=3), True),
+        (ModelCheckpoint("a", best="loss"), ModelCheckpoint("a"), False),
+        (ModelCheckpoint("a", best="loss"), ModelCheckpoint("a", best="loss", mode="max"), False),
+        (ModelCheckpoint("a-{epoch}", best="loss"), ModelCheckpoint("a-{epoch}"), True),
+        (ModelCheckpoint("a-{step}", keep=2), ModelCheckpoint("a-{step}"), False),
+        (ModelCheckpoint("a"), CSVLogger("a"), False),
+    ],
+)
+def test_a_checkpoint_that_stays_is_not_replaced(first: Callback, second: Callback, share: bool) -> None:
+    for callbacks in ([first, second], [second, first]):
+        if share:
+            check_files(callbacks)
+            continue
+        with pytest.raises(RuntimeFault, match=r"both write .*a[^;]*; give each a path of its own"):
+            check_files(callbacks)
 
 
 def test_early_stopping_ends_training() -> None:

@@ -11,6 +11,7 @@ from support.mixed_precision import EPS, STEPS, batch, engine, losses, serial_lo
 
 import distgraph as dg
 from distgraph import nn, ops, optim
+from distgraph.engine.callbacks import CSVLogger
 from distgraph.engine.compile.train_graph import train_graph
 from distgraph.errors import DistGraphError, GraphError, NonFiniteError, ShardingError
 from distgraph.ir.collective_registry import is_collective
@@ -123,6 +124,21 @@ def test_overflow_leaves_the_step_out_and_halves_the_scale(layout: str) -> None:
     assert scales == [2.0 ** (24 - n) for n in range(1, len(skipped) + 1)] + [scales[-1]]
     trained.run(batch())
     assert scale(trained) == 2 * scales[-1]  # two steps without overflow
+
+
+def test_an_epoch_whose_steps_all_overflow_has_no_loss(tmp_path: Path) -> None:
+    precision = dg.MixedPrecision("fp16", loss_scale=2.0**24)
+    trained, path = engine("dp2", precision), tmp_path / "log.csv"
+    history = trained.fit(
+        batch(), epochs=12, batch_size=len(batch()[0]), progress=False, callbacks=[CSVLogger(path)]
+    )
+    assert 0 < len(history.skipped) < 12
+    assert [step for step, loss in enumerate(history["loss"], 1) if np.isnan(loss)] == history.skipped
+    assert len(path.read_text().splitlines()) == 13
+    trained.save(tmp_path / "checkpoint")
+    again = engine("dp2", precision)
+    again.load(tmp_path / "checkpoint")
+    np.testing.assert_array_equal(again.history["loss"], history["loss"])
 
 
 def scale(trained: dg.Engine) -> float:

@@ -469,3 +469,21 @@ def test_the_plan_of_a_program_that_does_not_train() -> None:
     engine.predict(np.zeros((4, 6), "f4"))
     with pytest.raises(GraphError, match="program is one to predict but a plan is for training"):
         _ = engine.plan.portable
+
+
+@pytest.mark.parametrize("name", ["x", "weight", "weight.momentum"])
+def test_what_is_stored_cannot_be_partial(name: str) -> None:
+    strategy = dg.Strategy(mesh=ProcessMesh.grid(dp=2), batch_axis="dp")
+    parts = nn.Linear(6, 3), nn.MeanSquaredError(), optim.SGD(lr=0.1, momentum=0.9)
+    batch = np.ones((4, 6), "f4"), np.ones((4, 3), "f4")
+    plan = dg.Engine(*parts, strategy=strategy).prepare(batch).portable
+    spec = ShardSpec.of([None, None], {"dp": "sum"})
+    edited = replace(plan, tensors=dict(plan.tensors) | {name: replace(plan.tensors[name], spec=spec)})
+    with pytest.raises(ShardingError, match=rf"{name} f32.* has the layout .* but is stored and cannot be"):
+        dg.Engine(*parts, plan=edited).prepare(batch)
+
+
+def test_a_level_of_zero_that_the_layouts_lack() -> None:
+    _, plan = plan_of(CASES["dp"])
+    with pytest.raises(GraphError, match="has zero 3 but splits no parameter and no state over the axes of"):
+        CASES["dp"].engine(replace(plan, zero=3)).prepare(CASES["dp"].first())

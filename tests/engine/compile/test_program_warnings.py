@@ -1,14 +1,15 @@
-"""A mesh over which nothing is split is named, once; others are not."""
+"""Warnings for training programs: losses that micro-batches change, meshes over which nothing is split."""
 
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import numpy as np
 import pytest
 
 import distgraph as dg
-from distgraph import nn, optim
+from distgraph import nn, ops, optim
 from distgraph.ir.mesh import ProcessMesh
 
 BATCH = np.ones((4, 6), "f4"), np.zeros((4, 3), "f4")
@@ -25,7 +26,7 @@ def trained(mesh: ProcessMesh, batch_axis: str | None = None, *, annotated: bool
 
 
 def test_a_mesh_over_which_nothing_is_split() -> None:
-    with pytest.warns(UserWarning, match=r"mesh of Strategy is mesh\(dp=2\) but no tensor is split over it"):
+    with pytest.warns(UserWarning, match=r"no tensor is split over mesh\(dp=2\), so that"):
         engine = trained(ProcessMesh.grid(dp=2))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -39,3 +40,78 @@ def test_a_mesh_over_which_nothing_is_split() -> None:
 )
 def test_a_mesh_that_is_used(sizes: dict[str, int], batch_axis: str | None, annotated: bool) -> None:
     trained(ProcessMesh.grid(**sizes), batch_axis, annotated=annotated)
+
+
+def test_a_stage_over_which_nothing_is_split() -> None:
+    first, second = ProcessMesh.grid(a=1), ProcessMesh.grid(1, a=2)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            self.up, self.down = nn.Linear(6, 4), nn.Linear(4, 3)
+
+        def forward(self, x: Any) -> Any:
+            with dg.on(first):
+                x = self.up(x)
+            with dg.on(second):
+                return self.down(x)
+
+    engine = dg.Engine(Model(), nn.MeanSquaredError(), optim.SGD(lr=0.1))
+    with pytest.warns(UserWarning, match=r"no tensor is split over mesh\(a=2; 1..2\), so that each of its"):
+        engine.run(BATCH)
+
+
+MEANS = {
+    "square": lambda o, t: ((o - t) ** 2).mean(),
+    "sum": lambda o, t: ((o - t) ** 2).sum() / o.shape[0],
+    "two terms": lambda o, t: np.abs(o - t).sum(-1).mean() + 0.1 * (o * o).mean() + 1.0,
+    "flat": lambda o, t: ((o.reshape(-1) - t.reshape(-1)) ** 2).mean(),
+    "transposed": lambda o, t: ((o.T - t.T) ** 2).mean(),
+    "einsum": lambda o, t: ops.einsum("bc,bc->", o - t, o - t) / o.shape[0],
+    "cosine": lambda o, t: 1 - ((o * t).sum(-1) / np.sqrt((o * o).sum(-1) * (t * t).sum(-1) + 1)).mean(),
+    "classes": lambda o, t: -(ops.log_softmax(o) * ops.softmax(t)).sum(-1).mean(),
+    "hinge": lambda o, t: ops.relu(1 - o * np.sign(t)).mean(),
+    "weights": lambda o, t: (((o - t) ** 2) * np.array([1, 2, 3], "f4")).mean(),
+}
+OTHERS = {
+    "root": lambda o, t: np.sqrt(((o - t) ** 2).mean()),
+    "largest": lambda o, t: np.abs(o - t).max(),
+    "masked": lambda o, t: (((o - t) ** 2) * (t > 0)).sum() / ((t > 0).astype("f4").sum() + 1),
+    "variance": lambda o, t: ((o - o.mean(0)) ** 2).mean(),
+    "neighbours": lambda o, t: ((o[1:] - t[:-1]) ** 2).mean(),
+    "pairs": lambda o, t: ops.softmax(o @ t.T, axis=-1).mean(),
+    "square of a mean": lambda o, t: (o.mean() - t.mean()) ** 2,
+}
+
+
+def losses_of(loss: Any, caught: list[warnings.WarningMessage]) -> list[float]:
+    """The loss of a step as a whole and in micro-batches."""
+    rng = np.random.default_rng(0)
+    batch, losses = (rng.normal(size=(12, 6)).astype("f4"), rng.normal(size=(12, 3)).astype("f4")), []
+    for count in (1, 3):
+        strategy = dg.Strategy(micro_batches=count)
+        with warnings.catch_warnings(record=True) as raised:
+            warnings.simplefilter("always")
+            engine = dg.Engine(nn.Linear(6, 3), loss, optim.SGD(lr=0.1), strategy=strategy)
+            losses.append(engine.run(batch)["loss"])
+        caught += raised
+    return losses
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_a_loss_that_is_a_mean_may_be_cut(name: str) -> None:
+    caught: list[warnings.WarningMessage] = []
+    whole, cut = losses_of(MEANS[name], caught)
+    assert cut == pytest.approx(whole, rel=1e-5)
+    assert not caught
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_loss_that_is_no_mean_is_named_in_micro_batches(name: str) -> None:
+    caught: list[warnings.WarningMessage] = []
+    whole, cut = losses_of(OTHERS[name], caught)
+    assert cut != pytest.approx(whole, rel=1e-3)
+    (warning,) = caught
+    assert str(warning.message) == (
+        "loss is no plain mean over the samples but micro_batches is 3, whose losses are averaged; take a "
+        "mean of one number for each sample, or use micro_batches=1"
+    )

@@ -269,3 +269,27 @@ def test_fewer_marks_than_stages(marks: int) -> None:
 def test_batches_that_do_not_fit(step: Any, batch: Any, message: str) -> None:
     with pytest.raises(GraphError, match=message):
         step(start(), batch)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"method": "data_parallel", "devices": 2, "micro_batches": 2}, {"method": "zero3", "devices": 2}, {}],
+)
+def test_a_leaf_that_nothing_reads_stays_in_the_state(settings: dict[str, Any], tmp_path: Path) -> None:
+    @dg.parallelize(**settings)
+    def step(state: dict[str, Any], batch: Any) -> Any:
+        loss, g = dg.value_and_grad(lambda w: ((batch @ w) ** 2).mean())(state["w"])
+        return {**state, "w": state["w"] - 0.1 * g}, {"loss": loss}
+
+    kept = {"scale": np.float64(2), "mask": np.array([True, False]), "ids": np.arange(8).reshape(4, 2)}
+    state: Any = {"w": np.ones((4, 2)), **kept}
+    losses = []
+    for _ in range(2):
+        state, metrics = step(state, np.ones((4, 4)))
+        losses.append(metrics["loss"])
+    step.save(tmp_path)
+    assert losses[1] < losses[0]
+    for load in (lambda: state, lambda: step.load(tmp_path)):
+        found = load()
+        for name, array in kept.items():
+            np.testing.assert_array_equal(found[name], array)

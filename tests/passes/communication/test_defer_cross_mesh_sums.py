@@ -76,3 +76,29 @@ def test_shared_gradient_crosses_once_also_where_an_op_is_decomposed() -> None:
         and op.role == "backward"
     ]
     assert sorted(back) == [False, True]
+
+
+def test_a_sum_with_an_annotation_stays() -> None:
+    """The gradient of the sum is that of the bias, from two meshes; where it is annotated it crosses."""
+    first, second = dg.ProcessMesh.grid(a=1), dg.ProcessMesh.grid(1, a=2)
+
+    class Model(nn.Module):
+        def __init__(self, *, placed: bool) -> None:
+            self.bias = nn.Parameter((4, 6), "f64", init=("normal", 0.3))
+            self.placed = placed
+
+        def forward(self, x: dg.Tensor) -> dg.Tensor:
+            h = x + self.bias
+            if self.placed:
+                dg.shard_tensor(h, first, ["a", None], gradient=True)
+            with dg.on(second if self.placed else None):
+                far = dg.ops.tanh(h)
+            return dg.ops.mean(far) + dg.ops.mean(dg.ops.square(dg.ops.sin(h)))
+
+    losses = []
+    for placed in (False, True):
+        strategy = dg.Strategy(micro_batches=2)
+        engine = dg.Engine(Model(placed=placed), None, dg.optim.SGD(lr=0.5), strategy=strategy)
+        x = np.random.default_rng(1).normal(size=(8, 6))
+        losses.append(engine.fit((x,), epochs=3, batch_size=8, shuffle=False, progress=False).losses)
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-12)
