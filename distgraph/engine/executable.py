@@ -181,11 +181,11 @@ class Compiled:
             samples: of the data set.
 
         Raises:
-            GraphError: an output has no row for each sample, and the data set is more than one part.
+            GraphError: an output has no rows for each sample, and the data set is more than one part.
         """
         rows = self.request.size // self.micro_batches
         for label, value in self.build.lowered.outputs:
-            if rows < samples and value.shape[:1] != (rows,):
+            if rows < samples and value.shape[:1] != (rows,) and not self.request.grows(label, value.shape):
                 raise GraphError(
                     f"{label} of the model is {value.type} for {rows} samples, not a row for each, but "
                     f"predict joins rows of {samples} samples; return rows, or predict them at once: "

@@ -191,6 +191,8 @@ def test_outputs_without_a_row_for_each_sample_are_predicted_at_once(micro: int)
     whole = dg.Engine(lambda x: (x, ops.mean(x, 0), x.T @ x)).predict(x)
     np.testing.assert_allclose(whole["output1"], x.mean(0))
     np.testing.assert_allclose(whole["output2"], x.T @ x)
+    tokens = dg.Engine(lambda x: ops.reshape(x, (-1, 3)), strategy=dg.Strategy(micro_batches=micro))
+    np.testing.assert_array_equal(tokens.predict(x, batch_size=10), x.reshape(-1, 3))  # two rows a sample
     for output in (ops.mean, lambda x: ops.mean(x, 0), lambda x: x.T, lambda x: (x, x.T @ x)):
         cut = dg.Engine(output, strategy=dg.Strategy(micro_batches=micro))
         with pytest.raises(GraphError, match=r"not a row for each, but predict joins rows of 2[0-9] samples"):

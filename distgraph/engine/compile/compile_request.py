@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from distgraph.engine.compile.incremental_decoding import incremental_program
 from distgraph.engine.compile.training_spec import TrainingSpec
 from distgraph.engine.data import Field
+from distgraph.errors import GraphError
 from distgraph.ir.graph import Graph
 from distgraph.ir.sharding_spec import DistAttr
 from distgraph.plan.plan import Plan
@@ -61,6 +62,21 @@ class CompileRequest:
             whole = self.training_spec.trace("predict", fields, self.layouts)
             return incremental_program(whole, self.training_spec.names((name,), "predict")[name], width)
         return self.training_spec.trace(self.mode, self.blocks(self.micro_batches), self.layouts)
+
+    def grows(self, label: str, shape: tuple[int, ...]) -> bool:
+        """Whether an output of this shape has as many times the rows for as many times the samples.
+
+        A model that makes several rows of each sample, such as one for each token, has such outputs.
+        """
+        rows = self.size // self.micro_batches
+        if not shape or shape[0] % rows:
+            return False
+        fields = {name: ((2 * rows, *sample), dtype) for name, (sample, dtype) in self.fields.items()}
+        try:
+            twice = self.training_spec.trace(self.mode, fields, {}).outputs
+        except GraphError:  # the model is for this number of samples alone
+            return False
+        return dict(twice)[label].shape == (2 * shape[0], *shape[1:])
 
 
 def equal_parts(size: int, limit: int) -> int:
