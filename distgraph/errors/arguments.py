@@ -211,18 +211,26 @@ def _checked(function: Any, subject: str, error: type[DistGraphError]) -> Any:
     code = inspect.unwrap(function).__code__
     names = code.co_varnames[: code.co_argcount]
     checks: dict[str, Check] = {}
+    by_position: list[Check] = []
     is_constructor = function.__name__ == "__init__"
 
     @functools.wraps(function)
     def checking(*args: Any, **kwargs: Any) -> Any:
         if not checks:
             checks.update(_checks_of(function))
-        for name, argument in (*zip(names, args, strict=False), *kwargs.items()):
-            check = checks.get(name)
-            if check is not None and not check.holds(argument):
-                owner = type(args[0]).__name__ if is_constructor else subject
-                _raise_unless(check, owner, name, argument, error)
+            by_position[:] = [checks.get(name, _ANYTHING) for name in names]
+        for check, argument in zip(by_position, args, strict=False):
+            if not check.holds(argument):
+                refuse(args, kwargs)
+        for name, argument in kwargs.items():
+            if not checks.get(name, _ANYTHING).holds(argument):
+                refuse(args, kwargs)
         return function(*args, **kwargs)
+
+    def refuse(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        owner = type(args[0]).__name__ if is_constructor else subject
+        for name, argument in (*zip(names, args, strict=False), *kwargs.items()):
+            _raise_unless(checks.get(name, _ANYTHING), owner, name, argument, error)
 
     return checking
 
@@ -321,6 +329,8 @@ def _listed(words: Sequence[str]) -> str:
 
 
 def _is_sequence(argument: Any) -> bool:
+    if type(argument) in (tuple, list):  # nearly all are
+        return True
     if isinstance(argument, np.ndarray):
         return argument.ndim > 0
     return isinstance(argument, Sequence) and not isinstance(argument, (str, bytes, bytearray))
