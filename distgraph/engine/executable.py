@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -18,10 +19,12 @@ from distgraph.passes.partition import RankProgram
 from distgraph.resources import RankMapping
 from distgraph.runtime.execute.device import Device, Inlet, captures_of
 from distgraph.runtime.execute.finite_check import Guard, checked_values, needs_no_message
+from distgraph.runtime.execute.process_group import is_chief
 from distgraph.runtime.execute.recorder import Recorder
 from distgraph.runtime.execute.worker import Worker
 from distgraph.runtime.program.build import Build
 from distgraph.runtime.transport.transport import Transport
+from distgraph.tracing.tracer import user_stack_level
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,7 @@ class Compiled:
     numbers: dict[str, str] = field(default_factory=dict)
     _devices: dict[int, Device] = field(default_factory=dict)
     _checked: dict[str, str] | None = None  # values that are to be finite
+    _rows_checked: bool = False
 
     @property
     def mode(self) -> str:
@@ -177,19 +181,37 @@ class Compiled:
     def check_rows(self, samples: int) -> None:
         """Check that outputs of parts of a data set can be joined along their first dim.
 
+        A number for each part, such as an auxiliary loss, is returned so with a warning.
+
         Args:
             samples: of the data set.
 
         Raises:
             GraphError: an output has no rows for each sample, and the data set is more than one part.
         """
-        rows = self.request.size // self.micro_batches
-        for label, value in self.build.lowered.outputs:
-            if rows < samples and value.shape[:1] != (rows,) and not self.request.grows(label, value.shape):
+        rows, outputs = self.request.size // self.micro_batches, self.build.lowered.outputs
+        if rows >= samples or self._rows_checked:
+            return
+        self._rows_checked = True
+        twice = self.request.outputs_of(2 * rows)
+        for label, value in outputs:
+            shape = value.shape
+            grown = (2 * shape[0], *shape[1:]) if shape else ()
+            if shape and shape[0] % rows == 0 and twice.get(label, grown) == grown:
+                continue
+            parts = f"{label} of the model is {value.type} for {rows} samples, not rows for each of them"
+            at_once = "engine without a plan" if self.request.plan is not None else "engine"
+            at_once = f"predict them at once: batch_size={samples}, in an {at_once} with micro_batches=1"
+            if shape:
                 raise GraphError(
-                    f"{label} of the model is {value.type} for {rows} samples, not a row for each, but "
-                    f"predict joins rows of {samples} samples; return rows, or predict them at once: "
-                    f"batch_size={samples} and micro_batches=1"
+                    f"{parts}, but predict joins the rows of {samples} samples; return rows, or {at_once}"
+                )
+            if rows > 1 and is_chief():
+                warnings.warn(
+                    f"{parts}: predict returns a number for every {rows} samples, which depends on "
+                    f"batch_size and micro_batches; leave it out, or {at_once}",
+                    UserWarning,
+                    stacklevel=user_stack_level(),
                 )
 
     @property

@@ -60,8 +60,8 @@ def check_micro_batches(batch_size: int, micro_batches: int) -> None:
     """Raises GraphError where a batch size is no multiple of the number of micro-batches."""
     if batch_size % micro_batches:
         raise GraphError(
-            f"batch_size is {batch_size} but micro_batches of the strategy is {micro_batches}; make one a "
-            f"multiple of the other"
+            f"batch_size is {batch_size} but micro_batches is {micro_batches}, which does not divide it; "
+            f"change one of them"
         )
 
 

@@ -27,6 +27,7 @@ class LoopTrace(Trace):
         super().__init__(name)
         self.parent, self.captured = parent, captured
         self.training, self.role, self.scope = parent.training, parent.role, parent.scope
+        self.update_role = self.role
         self.parameters, self._salts = parent.parameters, parent._salts
         self._inside: dict[str, Tensor] = {}  # captured value -> its tensor here
         self._outside: dict[str, Tensor] = {}  # value here -> the captured tensor

@@ -16,7 +16,7 @@ from distgraph.ir.dtypes import is_float, promote, short, to_numpy
 from distgraph.ir.graph import SOURCES, Graph, Op, Value
 from distgraph.ir.matmul_algorithm import MatmulAlgorithm
 from distgraph.ir.mesh import ProcessMesh
-from distgraph.ir.op_registry import freeze, infer_results
+from distgraph.ir.op_registry import freeze, infer_results, lookup
 from distgraph.ir.sharding_spec import AxisAttr, DistAttr, OpAxes
 from distgraph.tracing.tensor import ACTIVE, Tensor, current_trace
 
@@ -38,6 +38,7 @@ class Trace:
         self.mirrored: set[str] = set()  # annotated values whose gradients have the same layout
         self.outputs: list[tuple[str, Value]] = []
         self.updates: list[tuple[str, Value]] = []
+        self.update_role = "optimize"
         self.role = "forward"
         self.scope = ""
         self.link = ""
@@ -322,8 +323,24 @@ class Trace:
                     f"({before.origin.where}); remove one, or use dg.reshard for a second layout"
                 )
 
+    def _separate_updates(self) -> None:
+        """Copy what is stored, or a view of it, before it is the new value of something else.
+
+        All updates of a step read the values of before, of which one may replace another.
+        """
+        stored = {t.value.name: t.value.name for (kind, _), t in self._sources.items() if kind != "input"}
+        for op in self.ops if self.updates else ():
+            if op.operands and op.operands[0].name in stored and lookup(op.kind).view:
+                stored |= {value.name: stored[op.operands[0].name] for value in op.results}
+        for number, (old, new) in enumerate(self.updates):
+            if stored.get(new.name, old) != old:
+                with self.within(role=self.update_role):
+                    (copy,) = self.emit("identity", (Tensor(new, self),))
+                self.updates[number] = (old, copy.value)
+
     def finish(self, outputs: Mapping[str, Tensor] | None = None) -> Graph:
         """The graph built so far. Raises GraphError when an output is no tensor of this trace."""
+        self._separate_updates()
         labelled = [(label, self.tensor(t).value) for label, t in (outputs or {}).items()]
         return Graph(
             self.name,

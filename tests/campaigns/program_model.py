@@ -15,6 +15,7 @@ from support.programs.searched import slow
 import distgraph as dg
 from distgraph import nn, ops, optim, schedules
 from distgraph.engine import Engine
+from distgraph.errors import GraphError
 from distgraph.nn.module import name_tree
 from distgraph.tracing.tensor import Tensor
 
@@ -40,9 +41,11 @@ class Model(nn.Module):
         self.ids: Tensor | None = None
         self.batch = 0
         self._pinned: set[str] = set()
+        self._complete = False  # whether all parameters are made
         example = sample(case.program, case.program.batch, 0)
         inputs = [a for name, a in example.items() if name != "target"]
         dg.trace(self._compute, *inputs)
+        self._complete = True
 
     # What steps draw from
 
@@ -74,6 +77,8 @@ class Model(nn.Module):
         for parameter in self._shared:
             if fits(parameter):
                 return parameter
+        if self._complete:
+            raise GraphError("the model has parameters for another number of samples; give it as many")
         self._shared.append(make())
         self._keep(f"{self._key}_shared", self._shared[-1])
         return self._shared[-1]

@@ -149,7 +149,7 @@ def _after(what: str, program: Program, engine: Engine) -> dict[str, np.ndarray]
     try:
         outputs = engine.predict(given, batch_size=count)
     except GraphError as error:  # the serial program, in as many micro-batches, has to refuse, too
-        if "not a row for each" not in str(error):
+        if "not rows for each" not in str(error):
             raise
         return {"prediction refused": np.ones(())}
     outputs = outputs if isinstance(outputs, Mapping) else {"output": outputs}
@@ -219,7 +219,9 @@ def run_trial(case: Case, references: References) -> Verdict:
     ranks = case.layout.ranks
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
-        warnings.filterwarnings("ignore", "loss is no plain mean")  # the serial program is cut, too
+        warnings.filterwarnings(
+            "ignore", "loss is not recognised as a mean"
+        )  # the serial program is cut, too
         try:
             expected = references.of(case)
         except Exception as error:  # noqa: BLE001 - whatever a serial program raises is a finding

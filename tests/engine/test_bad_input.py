@@ -369,7 +369,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[DistGraphError], str]] = {
     "batch < micro_batches": (
         lambda: train(strategy=dg.Strategy(micro_batches=4), fit_batch_size=2),
         GraphError,
-        "batch_size is 2 but micro_batches of the strategy is 4",
+        "batch_size is 2 but micro_batches is 4, which does not divide it",
     ),
     "negative epochs": (
         lambda: train(fit_epochs=-1),

@@ -103,7 +103,7 @@ SCRIPTS: dict[str, tuple[str, str]] = {
     ),
     "batch does not divide": (
         "train(micro=4)",
-        "batch_size is 10 but micro_batches of the strategy is 4; make one a multiple of the other",
+        "batch_size is 10 but micro_batches is 4, which does not divide it; change one of them",
     ),
     "shape mismatch": ("train(x[:, :5])", "index k is 5 in the left operand but 6 in the right"),
     "dtype mismatch": (

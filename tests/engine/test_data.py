@@ -193,7 +193,10 @@ def test_outputs_without_a_row_for_each_sample_are_predicted_at_once(micro: int)
     np.testing.assert_allclose(whole["output2"], x.T @ x)
     tokens = dg.Engine(lambda x: ops.reshape(x, (-1, 3)), strategy=dg.Strategy(micro_batches=micro))
     np.testing.assert_array_equal(tokens.predict(x, batch_size=10), x.reshape(-1, 3))  # two rows a sample
-    for output in (ops.mean, lambda x: ops.mean(x, 0), lambda x: x.T, lambda x: (x, x.T @ x)):
+    number = dg.Engine(ops.mean, strategy=dg.Strategy(micro_batches=micro))
+    with pytest.warns(UserWarning, match="predict returns a number for every 10 samples, which depends on"):
+        assert number.predict(x[:20], batch_size=20 if micro == 2 else 10).shape == (2,)
+    for output in (lambda x: ops.mean(x, 0), lambda x: x.T, lambda x: (x, x.T @ x)):
         cut = dg.Engine(output, strategy=dg.Strategy(micro_batches=micro))
-        with pytest.raises(GraphError, match=r"not a row for each, but predict joins rows of 2[0-9] samples"):
+        with pytest.raises(GraphError, match=r"not rows for each of them, but predict joins the rows of 2"):
             cut.predict(x if micro == 1 else x[:20], batch_size=10 if micro == 1 else 20)

@@ -385,7 +385,7 @@ def test_bad_settings() -> None:
         dg.Strategy(mode="magic")
     with pytest.raises(ShardingError, match="axis 'tp' is not in mesh"):
         dg.Strategy(mesh=dg.ProcessMesh.grid(dp=2), batch_axis="tp")
-    with pytest.raises(GraphError, match="batch_size is 10 but micro_batches of the strategy is 4"):
+    with pytest.raises(GraphError, match="batch_size is 10 but micro_batches is 4"):
         engine(micro=4).fit(data(20), batch_size=10, progress=False)
     with pytest.raises(GraphError, match="has no optimizer"):
         engine(optimizer=None).fit(data(20), batch_size=10, progress=False)

@@ -110,14 +110,14 @@ def test_a_program_that_some_ranks_cannot_compile_fails_on_all(transport: MpiTra
 
 def test_ranks_that_training_does_not_use_are_named(transport: MpiTransport) -> None:
     """By the process that prints; where the program uses all ranks there is no warning."""
-    count, text = transport.size, "nothing"
+    count, text = transport.size, "MPI job has"
     with warnings.catch_warnings(record=True) as raised:
         warnings.simplefilter("always")
         trained()
     texts = [str(each.message) for each in raised if text in str(each.message)]
     idle = ", ".join(str(rank) for rank in range(2, min(count, 6))) + (", ..." if count > 6 else "")
     expected = (
-        f"MPI job has {count} ranks but training uses 2 of them and rank {idle} computes nothing; start "
-        f"fewer ranks, or train on a mesh of {count}"
+        f"MPI job has {count} ranks but training uses 2 of them, without rank {idle}; start fewer ranks, or "
+        f"train on a mesh of {count}"
     )
     assert texts == ([expected] if transport.rank == 0 and count > 2 else [])

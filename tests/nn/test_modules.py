@@ -15,6 +15,7 @@ from distgraph.errors import GraphError, ShardingError
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.reference_interpreter import interpret
 from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
+from distgraph.nn.parameter import Buffer
 from distgraph.passes.serial.backward import differentiate
 from distgraph.tracing.tracer import Trace
 
@@ -448,3 +449,28 @@ def test_grouped_query_attention_is_that_of_pytorch(rng: np.random.Generator) ->
     o = torch.nn.functional.scaled_dot_product_attention(*split, enable_gqa=True)
     expected = o.transpose(1, 2).reshape(2, 5, 12).numpy() @ params["out.weight"] + params["out.bias"]
     np.testing.assert_allclose(forward(model, x, params=params), expected, rtol=1e-10)
+
+
+def test_buffers_that_take_the_value_of_another_tensor() -> None:
+    """Of the weight before the step, and of each other."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            self.layer = nn.Linear(3, 2, bias=False, dtype="f64")
+            self.last = Buffer((3, 2), "f64")
+            self.a, self.b = Buffer((), "f64", ("ones",)), Buffer((), "f64")
+
+        def forward(self, x: Any) -> Any:
+            self.last.update(self.layer.weight.tensor())
+            self.a.update(self.b.tensor())
+            self.b.update(self.a.tensor())
+            return self.layer(x)
+
+    engine = dg.Engine(Model(), nn.MeanSquaredError(), dg.optim.SGD(lr=0.1))
+    weight = np.empty(0)
+    for step in range(3):
+        engine.run((np.ones((4, 3)), np.full((4, 2), 5.0)))
+        last, a, b = (engine.memory.block(name, 0) for name in ("last", "a", "b"))
+        assert not step or np.array_equal(last, weight)
+        assert (float(a), float(b)) == (step % 2, 1 - step % 2)
+        weight = engine.memory.block("layer.weight", 0).copy()

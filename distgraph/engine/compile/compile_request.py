@@ -63,20 +63,14 @@ class CompileRequest:
             return incremental_program(whole, self.training_spec.names((name,), "predict")[name], width)
         return self.training_spec.trace(self.mode, self.blocks(self.micro_batches), self.layouts)
 
-    def grows(self, label: str, shape: tuple[int, ...]) -> bool:
-        """Whether an output of this shape has as many times the rows for as many times the samples.
-
-        A model that makes several rows of each sample, such as one for each token, has such outputs.
-        """
-        rows = self.size // self.micro_batches
-        if not shape or shape[0] % rows:
-            return False
-        fields = {name: ((2 * rows, *sample), dtype) for name, (sample, dtype) in self.fields.items()}
+    def outputs_of(self, samples: int) -> dict[str, tuple[int, ...]]:
+        """Label -> shape of the outputs for so many samples; empty where the model does not take as many."""
+        fields = {name: ((samples, *shape), dtype) for name, (shape, dtype) in self.fields.items()}
         try:
-            twice = self.training_spec.trace(self.mode, fields, {}).outputs
-        except GraphError:  # the model is for this number of samples alone
-            return False
-        return dict(twice)[label].shape == (2 * shape[0], *shape[1:])
+            graph = self.training_spec.trace(self.mode, fields, {})
+        except GraphError:
+            return {}
+        return {label: value.shape for label, value in graph.outputs}
 
 
 def equal_parts(size: int, limit: int) -> int:

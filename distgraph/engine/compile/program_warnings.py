@@ -18,25 +18,26 @@ from distgraph.tracing.tracer import user_stack_level
 
 
 def warn_unaveraged_loss(request: CompileRequest) -> None:
-    """Warn where the loss of a program in micro-batches is not the mean over the samples.
+    """Warn where the loss of a program in micro-batches is not recognised as a mean over the samples.
 
     The losses of micro-batches are averaged, which gives that of the batch only for a mean. Losses of
-    distgraph are means. Another one is examined as a function of the outputs of the model, see `growths`;
-    where the model returns its loss, a sum alone is recognised, because models may couple samples on purpose.
+    distgraph are means. Of another loss the function is examined, see `growths`, not the model, which may
+    couple samples on purpose; only a sum that the model returns is recognised.
     """
     spec, parts = request.training_spec, request.micro_batches
     home = str(getattr(spec.loss, "__module__", ""))
     if request.mode != "train" or parts == 1 or type(spec) is not TrainingSpec or "distgraph." in home:
         return
     growth = _growth_of_loss(request)
-    if growth is None:
+    if growth is None or not is_chief():
         return
-    is_sum = growth.kind == "linear" and growth.power == 1
-    if not is_sum and (spec.loss is None or (growth.kind in ("fixed", "linear") and growth.power == 0)):
+    if growth.kind == "linear" and growth.power == 1:
+        what, way = "is a sum over the samples", "divide the loss by the number of samples"
+    elif growth.kind not in ("fixed", "linear") or growth.power != 0:
+        what = "is not recognised as a mean over the samples"
+        way = "unless it is one after all, take the mean of a number for each sample"
+    else:
         return
-    what, way = "is a sum over the samples", "divide the loss by the number of samples"
-    if not is_sum:
-        what, way = "is no plain mean over the samples", "take a mean of one number for each sample"
     warnings.warn(
         f"loss {what} but micro_batches is {parts}, whose losses are averaged; {way}, or use micro_batches=1",
         UserWarning,
@@ -48,15 +49,12 @@ def _growth_of_loss(request: CompileRequest) -> Growth | None:
     """How the loss depends on the number of samples; None where it cannot be traced for others."""
     spec, parts = request.training_spec, request.micro_batches
     factor = next(n for n in range(2, parts + 1) if parts % n == 0)
-    blocks = [request.blocks(n) for n in (parts, parts // factor)]
     try:
-        if spec.loss is None:
-            small, large = (spec.trace("evaluate", each, {}) for each in blocks)
-        else:
-            small, large = map(spec.trace_loss, blocks)
+        small, count = spec.trace_loss(request.blocks(parts))
+        large, _ = spec.trace_loss(request.blocks(parts // factor))
     except Exception:  # noqa: BLE001 - the model may not evaluate, or not other sizes, which proves nothing
         return None
-    return growths(small, large, factor).get(dict(small.outputs)["loss"].name)
+    return growths(small, large, factor, count).get(dict(small.outputs)["loss"].name)
 
 
 def warn_conflicts(completed: Graph) -> None:
@@ -98,8 +96,8 @@ def warn_redundant_ranks(build: Build, world: World, *, planned: bool) -> None:
     if without and len(world.local) < world.size:
         shown = ", ".join(map(str, without[:4])) + (", ..." if len(without) > 4 else "")
         message = (
-            f"MPI job has {world.size} ranks but training uses {len(build.ranks)} of them and rank {shown} "
-            f"computes nothing; start fewer ranks, or train on a mesh of {world.size}"
+            f"MPI job has {world.size} ranks but training uses {len(build.ranks)} of them, without rank "
+            f"{shown}; start fewer ranks, or train on a mesh of {world.size}"
         )
     elif not planned and (meshes := _unsplit_meshes(build.completed)):
         message = (

@@ -30,7 +30,6 @@ from distgraph.passes.pass_registry import PassContext
 from distgraph.passes.serial.backward import differentiate
 from distgraph.plan.precision import MixedPrecision
 from distgraph.plan.strategy import Strategy
-from distgraph.tracing.pytrees import map_leaves
 from distgraph.tracing.tensor import Tensor, emit_one
 from distgraph.tracing.tracer import Trace
 
@@ -105,26 +104,21 @@ class TrainingSpec:
             _check_manual(graph)
         return graph
 
-    def trace_loss(self, fields: Mapping[str, Field]) -> Graph:
-        """The loss of a micro-batch as a graph whose inputs are the outputs of the model and the targets.
+    def trace_loss(self, fields: Mapping[str, Field]) -> tuple[Graph, int]:
+        """The loss of a micro-batch in evaluation, and the number of ops that come before the loss function.
 
         Raises:
-            GraphError: as `trace`, in the mode "evaluate".
+            GraphError: as `trace`.
         """
-        assert self.loss is not None
-        of_model, trace = Trace("evaluate"), Trace("loss")
-        with of_model.activate():
+        trace = Trace("evaluate")
+        with trace.activate():
             inputs = {
-                name: of_model.source("input", name, shape, dtype) for name, (shape, dtype) in fields.items()
+                name: trace.source("input", name, shape, dtype) for name, (shape, dtype) in fields.items()
             }
             output, targets = self._split(inputs, "evaluate", _is_tuple(tuple(fields)))
-        with trace.activate():
-            output, targets = map_leaves(
-                lambda path, x: trace.source("input", path, x.shape, x.dtype), (output, targets)
-            )
-            loss = self.loss(output, *targets)
-            check_loss(loss)
-        return trace.finish({"loss": loss})
+            count = len(trace.ops)
+            loss = self._loss_and_metrics(trace, output, targets)["loss"]
+        return trace.finish({"loss": loss}), count
 
     def _finished(self, trace: Trace, outputs: Mapping[str, Tensor], pruned: bool) -> Graph:
         """The graph of a trace, after the strategy's passes on serial graphs if it is to be pruned."""

@@ -126,6 +126,7 @@ class StepSpec(TrainingSpec):
             outputs = {"loss": step.loss, **self._labelled(trace, metrics, per_sample)}
             if whole is not None:
                 check_behind(trace, whole, growth_of, count)
+            self._keep_unread(trace, outputs)
             annotate_stored(trace, layouts)
         return self._finished(trace, outputs, pruned)
 
@@ -202,14 +203,10 @@ class StepSpec(TrainingSpec):
         """Replace the state by the one that the function returned, at the end of the step."""
         check_same("the state that the training step returned", self.program.state, new)
         after = dict(leaves(new))
-        read = {value.name for op in trace.ops for value in op.operands}
         for path, old in leaves(self.program.state):
             tensor, value = trace.tensor(old), trace.tensor(after[path])
             if value.value.name == tensor.value.name:
-                if tensor.value.name in read:
-                    continue
-                with trace.within(role="optimize"):  # an update keeps it in the program, which stores it
-                    value = emit_one("reshape", tensor, shape=tensor.shape)
+                continue
             if value.shape != tensor.shape:
                 raise GraphError(
                     f"leaf {path} of the state is {tensor.value.type} but its new value is "
@@ -217,6 +214,24 @@ class StepSpec(TrainingSpec):
                 )
             value = value if value.dtype == tensor.dtype else value.astype(tensor.dtype)
             trace.updates.append((tensor.value.name, value.value))
+
+    def _keep_unread(self, trace: Trace, outputs: Mapping[str, Tensor]) -> None:
+        """Update leaves of the state that no result depends on by themselves, so that they are stored too."""
+        operands = {v.name: [x.name for x in op.operands] for op in trace.ops for v in op.results}
+        read: set[str] = set()
+        waiting = [tensor.value.name for tensor in outputs.values()]
+        waiting += [name for old, new in trace.updates for name in (old, new.name)]
+        while waiting:
+            name = waiting.pop()
+            if name not in read:
+                read.add(name)
+                waiting += operands[name]
+        for _, leaf in leaves(self.program.state):
+            tensor = trace.tensor(leaf)
+            if tensor.value.name not in read:
+                with trace.within(role="optimize"):
+                    same = emit_one("reshape", tensor, shape=tensor.shape)
+                trace.updates.append((tensor.value.name, same.value))
 
     def _labelled(self, trace: Trace, metrics: Any, per_sample: Mapping[str, int]) -> dict[str, Tensor]:
         """The metrics by label: accumulated already, or per sample with the dim of the samples in front.

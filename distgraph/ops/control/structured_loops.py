@@ -22,7 +22,7 @@ from distgraph.kernels._common import store_all
 from distgraph.ops.contraction import as_tensors
 from distgraph.tracing.loop_trace import LoopTrace
 from distgraph.tracing.pytrees import check_same, leaves, map_leaves
-from distgraph.tracing.tensor import Tensor, emit_one
+from distgraph.tracing.tensor import Tensor
 from distgraph.tracing.tracer import Trace, caller
 
 MAX_TURNS = 1_000_000
@@ -256,12 +256,8 @@ def _check_carry(subject: str, begin: Sequence[Tensor], end: Sequence[Tensor]) -
 
 
 def _hand_on(inner: LoopTrace, begin: Sequence[Tensor], end: Sequence[Tensor]) -> None:
-    """State what a turn hands to the next one; a carry that becomes another one is a value of its own."""
-    carries = {tensor.value.name for tensor in begin}
-    with inner.activate():
-        for old, new in zip(begin, end, strict=True):
-            moved = new.value.name in carries and new.value != old.value
-            inner.updates.append((old.value.name, (emit_one("identity", new) if moved else new).value))
+    """State what a turn hands to the next one."""
+    inner.updates += [(old.value.name, new.value) for old, new in zip(begin, end, strict=True)]
 
 
 @checked_arguments()

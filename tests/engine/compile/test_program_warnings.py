@@ -39,7 +39,9 @@ def test_a_mesh_over_which_nothing_is_split() -> None:
     [({"dp": 2}, "dp", False), ({"tp": 2}, None, True), ({"dp": 1}, None, False)],
 )
 def test_a_mesh_that_is_used(sizes: dict[str, int], batch_axis: str | None, annotated: bool) -> None:
-    trained(ProcessMesh.grid(**sizes), batch_axis, annotated=annotated)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trained(ProcessMesh.grid(**sizes), batch_axis, annotated=annotated)
 
 
 def test_a_stage_over_which_nothing_is_split() -> None:
@@ -70,6 +72,7 @@ MEANS = {
     "cosine": lambda o, t: 1 - ((o * t).sum(-1) / np.sqrt((o * o).sum(-1) * (t * t).sum(-1) + 1)).mean(),
     "classes": lambda o, t: -(ops.log_softmax(o) * ops.softmax(t)).sum(-1).mean(),
     "hinge": lambda o, t: ops.relu(1 - o * np.sign(t)).mean(),
+    "cast": lambda o, t: ((o - t) ** 2).mean().astype("f8").astype("f4"),
     "weights": lambda o, t: (((o - t) ** 2) * np.array([1, 2, 3], "f4")).mean(),
 }
 OTHERS = {
@@ -112,6 +115,41 @@ def test_a_loss_that_is_no_mean_is_named_in_micro_batches(name: str) -> None:
     assert cut != pytest.approx(whole, rel=1e-3)
     (warning,) = caught
     assert str(warning.message) == (
-        "loss is no plain mean over the samples but micro_batches is 3, whose losses are averaged; take a "
-        "mean of one number for each sample, or use micro_batches=1"
+        "loss is not recognised as a mean over the samples but micro_batches is 3, whose losses are "
+        "averaged; unless it is one after all, take the mean of a number for each sample, or use "
+        "micro_batches=1"
     )
+
+
+def test_a_loss_may_read_and_clear_what_the_model_has_stored() -> None:
+    """The model couples samples on purpose, and returns rows; the loss adds a number of the model."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            self.layer, self.stored = nn.Linear(6, 3), list[Any]()
+
+        def forward(self, x: Any) -> Any:
+            h = self.layer(x)
+            self.stored.append(ops.mean(h) ** 2)
+            return h - ops.mean(h, 0)
+
+    model = Model()
+
+    def loss(output: Any, target: Any) -> Any:
+        total = ((output - target) ** 2).mean() + 0.1 * sum(model.stored)
+        model.stored.clear()
+        return total
+
+    engine = dg.Engine(model, loss, optim.SGD(lr=0.1), strategy=dg.Strategy(micro_batches=2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.run(BATCH)
+    assert not model.stored
+
+
+def test_a_sum_that_the_model_returns_is_named() -> None:
+    model = nn.Sequential(nn.Linear(6, 3), lambda h: (h**2).sum())
+    strategy = dg.Strategy(micro_batches=2)
+    engine = dg.Engine(model, lambda output, target: output, optim.SGD(lr=0.1), strategy=strategy)
+    with pytest.warns(UserWarning, match="loss is a sum over the samples but micro_batches is 2"):
+        engine.run(BATCH)

@@ -183,7 +183,7 @@ def test_a_batch_that_micro_batches_do_not_divide() -> None:
     step = dg.parallelize(
         lambda w, x: (w - dg.grad(lambda w: (x @ w).mean())(w), {}), method="data_parallel", micro_batches=3
     )
-    with pytest.raises(GraphError, match="batch_size is 8 but micro_batches of the strategy is 3; make"):
+    with pytest.raises(GraphError, match="batch_size is 8 but micro_batches is 3, which does not divide it"):
         step(np.ones((3, 2)), np.ones((8, 3)))
 
 
@@ -279,6 +279,7 @@ def test_a_leaf_that_nothing_reads_stays_in_the_state(settings: dict[str, Any], 
     @dg.parallelize(**settings)
     def step(state: dict[str, Any], batch: Any) -> Any:
         loss, g = dg.value_and_grad(lambda w: ((batch @ w) ** 2).mean())(state["w"])
+        _ = state["scale"] * 2  # nothing reads it
         return {**state, "w": state["w"] - 0.1 * g}, {"loss": loss}
 
     kept = {"scale": np.float64(2), "mask": np.array([True, False]), "ids": np.arange(8).reshape(4, 2)}
@@ -293,3 +294,28 @@ def test_a_leaf_that_nothing_reads_stays_in_the_state(settings: dict[str, Any], 
         found = load()
         for name, array in kept.items():
             np.testing.assert_array_equal(found[name], array)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"method": "data_parallel", "devices": 2, "micro_batches": 2}, {"method": "zero3", "devices": 2}],
+)
+def test_leaves_that_take_the_place_of_others(settings: dict[str, Any]) -> None:
+    """The new state is made of the old one, also where leaves change places or one keeps weights."""
+
+    @dg.parallelize(**settings)
+    def step(s: dict[str, Any], batch: Any) -> Any:
+        loss, g = dg.value_and_grad(lambda w: ((batch @ w) ** 2).mean())(s["w"])
+        old = {"last": s["w"], "turned": s["w"].T, "a": s["b"], "b": s["a"]}
+        return {"w": s["w"] - 0.1 * g, **old}, loss
+
+    w, a, b = np.arange(8.0).reshape(4, 2), np.arange(4.0), np.arange(4.0, 8.0)
+    state: Any = {"w": w, "last": 0 * w, "turned": 0 * w.T, "a": a, "b": b}
+    batch = np.random.default_rng(0).normal(size=(8, 4))
+    for _ in range(3):
+        last, a, b = np.asarray(state["w"]), b, a
+        state, _ = step(state, batch)
+        for name, expected in {"last": last, "turned": last.T, "a": a, "b": b}.items():
+            np.testing.assert_array_equal(state[name], expected)
+        w = w - 0.1 * 2 * batch.T @ (batch @ w) / (8 * 2)
+        np.testing.assert_allclose(state["w"], w)
