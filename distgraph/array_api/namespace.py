@@ -127,9 +127,13 @@ def round(x: Any, decimals: int = 0) -> Tensor:
 
 
 def logaddexp(x: Any, y: Any) -> Tensor:
-    """log(exp(x) + exp(y)) without overflow."""
-    high, low = ops.maximum(x, y), ops.minimum(x, y)
-    return high + ops.log1p(ops.exp(low - high))
+    """log(exp(x) + exp(y)) without overflow; of infinities as the limit."""
+    finite = ops.logical_and(ops.isfinite(x), ops.isfinite(y))
+    left, right = ops.where(finite, x, 0), ops.where(finite, y, 0)
+    size = ops.absolute(left - right)
+    # at equal arguments the derivatives are 1/2, as those of |x| are 0
+    near = (left + right + size) * 0.5 + ops.log1p(ops.exp(-size))
+    return ops.where(finite, near, ops.maximum(x, y))
 
 
 def permute_dims(x: Any, axes: Sequence[int]) -> Tensor:

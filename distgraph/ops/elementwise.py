@@ -77,6 +77,20 @@ def _infer_float(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, s
     return [(shape, dtype)]
 
 
+def _infer_exact(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
+    ((shape, dtype),) = _infer(operands, attrs)
+    if is_float(dtype):
+        raise GraphError(f"operand of dtype {dtype} has no bits; cast it to integers or bool first")
+    return [(shape, dtype)]
+
+
+def _infer_signed(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
+    ((shape, dtype),) = _infer(operands, attrs)
+    if dtype == "bool":
+        raise GraphError("operands are bool, which has no signs; cast one with .astype, or use logical ops")
+    return [(shape, dtype)]
+
+
 def _infer_bool(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
     return [(_shape(operands), "bool")]
 
@@ -164,7 +178,7 @@ def _hypot(c: GradientContext) -> Grads:
 
 
 add = _binary("add", _add, linear=((0, 1),))
-subtract = _binary("subtract", _subtract, linear=((0, 1),))
+subtract = _binary("subtract", _subtract, linear=((0, 1),), infer=_infer_signed)
 multiply = _binary("multiply", _multiply, linear=((0,), (1,)))
 divide = _binary("divide", _divide, linear=((0,),), infer=_infer_float)
 power = _binary("power", _power)
@@ -174,11 +188,11 @@ arctan2 = _binary("arctan2", _arctan2, infer=_infer_float)
 hypot = _binary("hypot", _hypot, infer=_infer_float)
 floor_divide = _binary("floor_divide")
 remainder = _binary("remainder")
-bitwise_and = _binary("bitwise_and")
-bitwise_or = _binary("bitwise_or")
-bitwise_xor = _binary("bitwise_xor")
-left_shift = _binary("left_shift")
-right_shift = _binary("right_shift")
+bitwise_and = _binary("bitwise_and", infer=_infer_exact)
+bitwise_or = _binary("bitwise_or", infer=_infer_exact)
+bitwise_xor = _binary("bitwise_xor", infer=_infer_exact)
+left_shift = _binary("left_shift", infer=_infer_exact)
+right_shift = _binary("right_shift", infer=_infer_exact)
 
 equal = _test("equal", arity=2)
 not_equal = _test("not_equal", arity=2)
@@ -194,9 +208,9 @@ isnan = _test("isnan", arity=1)
 isfinite = _test("isfinite", arity=1)
 isinf = _test("isinf", arity=1)
 
-negative = _unary("negative", lambda c: [-c.grad], linear=((0,),), infer=_infer)
+negative = _unary("negative", lambda c: [-c.grad], linear=((0,),), infer=_infer_signed)
 absolute = _unary("absolute", lambda c: [c.grad * emit_one("sign", c.operands[0])], infer=_infer)
-sign = _unary("sign", lambda c: [None], infer=_infer)
+sign = _unary("sign", lambda c: [None], infer=_infer_signed)
 exp = _unary("exp", lambda c: [c.grad * c.results[0]])
 log = _unary("log", lambda c: [c.grad / c.operands[0]])
 log1p = _unary("log1p", lambda c: [c.grad / (c.operands[0] + 1)])
@@ -218,7 +232,7 @@ trunc = _unary("trunc", lambda c: [None])
 floor = _unary("floor", lambda c: [None])
 ceil = _unary("ceil", lambda c: [None])
 rint = _unary("rint", lambda c: [None])
-bitwise_not = _unary("bitwise_not", infer=_infer)
+bitwise_not = _unary("bitwise_not", infer=_infer_exact)
 
 
 def _rsqrt_kernel(xp: Any, x: Any, out: Any = None) -> Any:

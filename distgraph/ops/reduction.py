@@ -299,10 +299,13 @@ def std(x: Any, axis: Axes = None, keepdims: bool = False, correction: Finite = 
 
 @checked_arguments()
 def logsumexp(x: Any, axis: Axes = None, keepdims: bool = False) -> Tensor:
-    """log(sum(exp(x))) over dims, without overflow."""
+    """log(sum(exp(x))) over dims, without overflow; of infinities as the limit."""
     (tensor,) = as_tensors(x)
     top = emit_one("stop_gradient", reduce("max", tensor, axis, keepdims=True))
-    result = emit_one("log", reduce("sum", emit_one("exp", tensor - top), axis, keepdims=True)) + top
+    top = emit_one("where", emit_one("isfinite", top), top, 0)
+    total = reduce("sum", emit_one("exp", tensor - top), axis, keepdims=True)
+    empty = emit_one("equal", total, 0)  # all are -inf
+    result = emit_one("where", empty, -math.inf, emit_one("log", emit_one("where", empty, 1, total)) + top)
     dims = dims_of(axis, tensor.ndim)
     return (
         result
@@ -313,9 +316,11 @@ def logsumexp(x: Any, axis: Axes = None, keepdims: bool = False) -> Tensor:
 
 @checked_arguments()
 def norm(x: Any, axis: Axes = None, keepdims: bool = False) -> Tensor:
-    """Euclidean norm over dims."""
+    """Euclidean norm over dims; its gradient where all are 0 is 0."""
     (tensor,) = as_tensors(x)
-    return emit_one("sqrt", reduce("sum", emit_one("square", tensor), axis, keepdims))
+    total = reduce("sum", emit_one("square", tensor), axis, keepdims)
+    zero = emit_one("equal", total, 0)
+    return emit_one("where", zero, 0, emit_one("sqrt", emit_one("where", zero, 1, total)))
 
 
 @checked_arguments()

@@ -23,6 +23,8 @@ DEVICES = ["cpu", "gpu"]
 EXECUTORS = ("static", "actors")
 NONFINITE = ("raise", "skip", "warn")
 ZERO = (0, 1, 2, 3)
+ZERO_ORIGIN = "Strategy(zero="
+"""How the origin of a layout begins that `zero` has made."""
 GRADIENT_PRECISION = "bf16"
 _DECIDED = ("micro_batches", "schedule")
 """Decisions that are settings of a program without a search too."""

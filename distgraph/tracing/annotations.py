@@ -176,7 +176,8 @@ def shard_op(
     Args:
         function: an op, a function of tensors or a module.
         mesh: ranks that compute it; None returns `function` as it is. With counts or axes it may be left out.
-        in_specs: one for each argument that is a tensor; None leaves its layout unchanged.
+        in_specs: one for each argument that is a tensor, those of parameters may be left out; None leaves
+            the layout unchanged.
         out_specs: one for each result; for a single result the dims themselves.
         algorithm: "meshslice", "collective", "wang", "summa", "cannon" or another that is registered; see
             docs/parallelism/matmul_algorithms.md.
@@ -414,6 +415,9 @@ def _resharded_arguments(
 ) -> list[Any]:
     """The arguments of a call: tensors in their specs, and those without one as the dataflow needs them."""
     tensors = [a for a in args if isinstance(a, Tensor)]
+    if in_specs is not None and len(in_specs) > len(tensors):  # parameters have specs, too
+        args = [Trace.current().tensor(a) if hasattr(a, "__distgraph_tensor__") else a for a in args]
+        tensors = [a for a in args if isinstance(a, Tensor)]
     if in_specs is not None and len(in_specs) != len(tensors):
         raise ShardingError(f"shard_op has {len(in_specs)} in_specs but the call has {len(tensors)} tensors")
     specs = iter(in_specs or [None] * len(tensors))

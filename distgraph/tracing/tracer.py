@@ -268,7 +268,10 @@ class Trace:
         return tuple(Tensor(value, self) for value in results)
 
     def tensors(self, operands: Sequence[Any]) -> list[Tensor]:
-        """Operands as tensors of this trace; plain numbers get the common dtype of the other operands."""
+        """Operands as tensors of this trace; plain numbers get the common dtype of the other operands.
+
+        A number that this dtype has no place for, such as 2 for bool or 0.5 for integers, gets i64 or f32.
+        """
         tensors: list[Any] = [
             self.tensor(x) if not isinstance(x, (bool, int, float)) else x for x in operands
         ]
@@ -277,11 +280,13 @@ class Trace:
         for dtype in dtypes[1:]:
             common = promote(common or dtype, dtype)
         for position, x in enumerate(tensors):
-            if not isinstance(x, Tensor):
-                exact = isinstance(x, float) and common is not None and not is_float(common)
-                tensors[position] = self.constant(
-                    x, "f32" if exact else "bool" if isinstance(x, bool) else common
-                )
+            if isinstance(x, bool):
+                tensors[position] = self.constant(x, "bool")
+            elif isinstance(x, int):
+                tensors[position] = self.constant(x, "i64" if common == "bool" else common)
+            elif isinstance(x, float):
+                whole = common is not None and not is_float(common)
+                tensors[position] = self.constant(x, "f32" if whole else common)
         return tensors
 
     def tensor(self, x: Any) -> Tensor:

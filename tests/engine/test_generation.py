@@ -311,3 +311,15 @@ def test_a_model_of_numbers_that_are_no_tokens_is_refused() -> None:
     engine.run((np.zeros((4, 3), "f4"), np.zeros((4, 2), "f4")))
     with pytest.raises(GraphError, match="samples of f32 but generation gives it token numbers; use a model"):
         engine.generate([[1]], 3)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_engines_with_parts_of_states_generate(zero: int) -> None:
+    ids, tokens = text(LENGTH), []
+    for level in (0, zero):
+        strategy = dg.Strategy(mesh=dg.ProcessMesh.grid(dp=2), batch_axis="dp", zero=level)
+        model = gpt()
+        engine = dg.Engine(model, model.loss, optim.AdamW(0.01), strategy=strategy)
+        engine.fit((ids[:2], ids[:2]), batch_size=2, progress=False)
+        tokens.append([row.tolist() for row in engine.generate(ids[:2, :3], 4)])
+    assert tokens[0] == tokens[1]

@@ -336,3 +336,14 @@ def test_torch_that_is_not_installed_is_an_extra() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert "torch is not installed" in done.stdout
     assert 'pip install "distgraph[torch]"' in done.stdout
+
+
+def test_running_statistics_of_instances_are_refused_in_training() -> None:
+    """torch.export does not record their update."""
+    net = torch.nn.Sequential(torch.nn.InstanceNorm2d(2, track_running_stats=True))
+    model = frontend.import_module(net, torch.zeros(2, 2, 3, 3))
+    engine = dg.Engine(model, nn.MeanSquaredError(), optim.SGD(0.1))
+    x = np.ones((2, 2, 3, 3), "f4")
+    np.testing.assert_allclose(engine.predict(x), net.eval()(torch.ones(2, 2, 3, 3)).numpy(), rtol=1e-5)
+    with pytest.raises(GraphError, match="instance_norm keeps running statistics in training, which torch"):
+        engine.run((x, x))

@@ -12,6 +12,8 @@ from distgraph import ops
 from distgraph.array_api.trace import trace
 from distgraph.errors import GraphError, RuntimeFault
 from distgraph.ir.reference_interpreter import interpret
+from distgraph.passes.serial.backward import differentiate
+from distgraph.tracing.tracer import Trace
 
 X = np.arange(24, dtype=np.float32).reshape(4, 6)
 Y = np.arange(24, dtype=np.float32).reshape(2, 3, 4) - 7
@@ -192,3 +194,68 @@ def test_positions_outside_the_table_are_refused_at_run_time() -> None:
         interpret(graph, {"x0": X, "x1": IDS + 1})
     with pytest.raises(RuntimeFault, match=r"position -1 is outside 0\.\.3"):
         interpret(graph, {"x0": X, "x1": IDS - 1})
+
+
+MASK = np.array([[True, False, True], [False, False, True]])
+SIGNED = np.array([[-3, 2, 0], [4, -5, 1]], np.float32)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x: np.where(m, 1, -1) * x,
+        lambda m, x: (m * 2 + 1) * x,
+        lambda m, x: np.where(m, 5, 2.5) + x,
+        lambda m, x: (m * 3).sum(-1),
+        lambda m, x: np.maximum(m, 2) * x,
+        lambda m, x: (1 - m) * x,
+        lambda m, x: np.where(m, True, False) + x,
+        lambda m, x: (m + 0.5) * x,
+        lambda m, x: np.logical_and(m, 1),
+        lambda m, x: np.where(m, 300, x),
+    ],
+)
+def test_numbers_keep_their_value_beside_masks(function: Callable[..., Any]) -> None:
+    same(function, function, MASK, SIGNED)
+
+
+@pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
+def test_logarithms_of_sums_of_exponentials_have_the_limits_of_infinities() -> None:
+    inf = np.inf
+    rows = np.array([[-inf, -inf], [inf, 0], [-inf, 1], [inf, inf], [2, 2], [inf, -inf]])
+    expected = [-inf, inf, 1, inf, 2 + np.log(2), inf]
+    np.testing.assert_allclose(evaluate(lambda x: ops.logsumexp(x, 1), rows), expected)
+    np.testing.assert_allclose(evaluate(lambda x: ops.logsumexp(x, 1, keepdims=True)[:, 0], rows), expected)
+    left, right = rows.T
+    np.testing.assert_allclose(evaluate(np.logaddexp, left, right), expected)
+
+
+def test_the_gradient_of_a_norm_of_zeros_is_zero() -> None:
+    rows = np.array([[0, 0], [3, 4]], np.float32)
+
+    def gradient(function: Callable[..., Any]) -> np.ndarray:
+        made = Trace()
+        with made.activate():
+            x = made.source("input", "x", rows.shape, "f32")
+            graph = made.finish({"y": differentiate(made, ops.reduce("sum", function(x)), [x])[0]})
+        found: np.ndarray = interpret(graph, {"x": rows})[0]["y"]
+        return found
+
+    np.testing.assert_allclose(gradient(lambda x: ops.norm(x, 1)), [[0, 0], [0.6, 0.8]], rtol=1e-6)
+    other = np.array([[0, 0], [1e4, -1e4]], np.float32)
+    np.testing.assert_allclose(gradient(lambda x: np.logaddexp(x, other)), [[0.5, 0.5], [0, 1]], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda x: ops.bitwise_and(x, x), "operand of dtype f32 has no bits; cast it to integers or bool"),
+        (lambda x: ~x, "operand of dtype f32 has no bits"),
+        (lambda x: -(x > 0), "operands are bool, which has no signs; cast one with .astype"),
+        (lambda x: (x > 0) - (x < 0), "operands are bool, which has no signs"),
+        (lambda x: np.sign(x > 0), "operands are bool, which has no signs"),
+    ],
+)
+def test_types_without_bits_or_signs_are_refused(function: Callable[..., Any], message: str) -> None:
+    with pytest.raises(GraphError, match=message):
+        trace(function, X)

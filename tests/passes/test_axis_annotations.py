@@ -192,3 +192,14 @@ def test_a_mesh_without_the_axis_and_other_axes_around_an_op_are_named() -> None
     parameter = nn.Parameter((8, 24))
     with pytest.raises(ShardingError, match="is stored and cannot be partial; annotate a tensor inside"):
         dg.shard_tensor(parameter, axes=[None, None], partial="tp")
+
+
+def test_parameters_may_have_specs_in_a_call() -> None:
+    weight = nn.Parameter((24, 6))
+    weight.name = "weight"
+    for specs in ([["dp", None], [None, "tp"]], [["dp", None]]):
+        function = dg.shard_op(ops.matmul, GRID, in_specs=specs)
+        graph = trace(lambda x, function=function: function(x, weight), FLOATS)
+        assert len([op for op in graph.ops if op.kind == "reshard"]) == len(specs)
+    with pytest.raises(ShardingError, match="shard_op has 3 in_specs but the call has 2 tensors"):
+        trace(lambda x: dg.shard_op(ops.matmul, GRID, in_specs=[None] * 3)(x, weight), FLOATS)

@@ -16,6 +16,7 @@ from distgraph.engine.compile.program_warnings import warn_unaveraged_loss
 from distgraph.engine.compile.rank_placement import needed_types, place_ranks
 from distgraph.engine.compile.recomputed_layers import recomputed_program
 from distgraph.engine.compile.strategy_passes import complete_with, strategy_pipeline
+from distgraph.engine.compile.zero import SPLIT_PARAMETERS
 from distgraph.errors import ResourceError
 from distgraph.ir.graph import Graph
 from distgraph.ir.mesh import ProcessMesh
@@ -69,6 +70,8 @@ def complete_program(request: CompileRequest, reference: Graph | None = None) ->
     strategy, plan = request.training_spec.strategy, request.plan
     if plan is None:
         serial = replace(recomputed_program(request).graph, micro_batches=request.micro_batches)
+        if request.mode == "generate" and strategy.split < SPLIT_PARAMETERS:
+            strategy = replace(strategy, zero=None)  # its caches are no states of an optimiser
         return serial, complete_with(strategy, serial)
     if request.planned:
         return apply_plan(request, plan)

@@ -29,7 +29,7 @@ from distgraph.passes.pass_pipeline import run_passes
 from distgraph.passes.pass_registry import PassContext
 from distgraph.passes.serial.backward import differentiate
 from distgraph.plan.precision import MixedPrecision
-from distgraph.plan.strategy import Strategy
+from distgraph.plan.strategy import ZERO_ORIGIN, Strategy
 from distgraph.tracing.tensor import Tensor, emit_one
 from distgraph.tracing.tracer import Trace
 
@@ -273,14 +273,15 @@ def _gradients(trace: Trace, loss: Tensor, factor: Tensor | None) -> list[tuple[
 
 
 def annotate_stored(trace: Trace, layouts: Mapping[str, DistAttr]) -> None:
-    """Annotate parameters and states with their stored layouts: all programs share the blocks."""
+    """Annotate parameters and states with their stored layouts: all programs share the blocks.
+
+    A tensor that ZeRO has split although it is annotated as whole is stored in parts.
+    """
     for op in trace.ops:
-        if op.kind in ("param", "state") and op.name not in trace.attrs:
-            attr = layouts.get(str(op.attrs["name"]))
-            if attr is not None:
-                trace.attrs[op.name] = DistAttr(
-                    attr.mesh, attr.spec, Origin("user", f"as it is stored: {attr.origin}")
-                )
+        attr = layouts.get(str(op.attrs["name"])) if op.kind in ("param", "state") else None
+        if attr is not None and (op.name not in trace.attrs or ZERO_ORIGIN in attr.origin.where):
+            origin = Origin("user", f"as it is stored: {attr.origin}")
+            trace.attrs[op.name] = DistAttr(attr.mesh, attr.spec, origin)
 
 
 def _check_manual(graph: Graph) -> None:

@@ -20,10 +20,9 @@ from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
 from distgraph.optim import shard_states
 from distgraph.passes.pass_pipeline import run_passes
-from distgraph.plan.strategy import Strategy
+from distgraph.plan.strategy import ZERO_ORIGIN, Strategy
 
 SPLIT_PARAMETERS = 3
-_ORIGIN = "Strategy(zero="
 _PLANNED = Origin("user", "the first completion")  # completion keeps what a user wrote
 
 
@@ -38,11 +37,11 @@ def complete_split(strategy: Strategy, serial: Graph, complete: Callable[[Graph]
     Raises:
         ShardingError: no axis splits the batch of a training program, or it has nothing that can be split.
     """
-    stored = {name: attr for name, attr in serial.attrs.items() if _ORIGIN in attr.origin.where}
+    stored = {name: attr for name, attr in serial.attrs.items() if ZERO_ORIGIN in attr.origin.where}
     open_attrs = {name: attr for name, attr in serial.attrs.items() if name not in stored}
     completed = complete(replace(serial, attrs=open_attrs))
     axes, kinds = batch_axes(completed), ("state", "param")[: 1 + (strategy.split >= SPLIT_PARAMETERS)]
-    origin = Origin("user", f"{_ORIGIN}{strategy.split})")
+    origin = Origin("user", f"{ZERO_ORIGIN}{strategy.split})")
     split = {
         op.name: replace(attr, origin=origin)
         for op in completed.sources(*kinds)

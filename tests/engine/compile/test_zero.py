@@ -229,3 +229,29 @@ def test_parts_in_the_memory_of_whole_gradients_are_those_of_plain_training(
             assert in_place == (micro > 1 or bool(passes))  # gradients that were packed are not kept
             for name, value in split.parameters().items():
                 np.testing.assert_allclose(value, expected[name], atol=1e-6)
+
+
+def test_batches_that_no_axis_splits_use_the_parts_of_a_weight_that_is_annotated_as_whole() -> None:
+    mesh, (x, y) = dg.ProcessMesh.grid(dp=2), batch(12, 12)
+
+    class Annotated(nn.Module):
+        def __init__(self, *, placed: bool) -> None:
+            self.up, self.down, self.placed = nn.Linear(12, 6), nn.Linear(6, 8), placed
+            if placed:
+                dg.shard_tensor(self.down.weight, mesh, [None, None])
+
+        def forward(self, x: Any) -> Any:
+            h = ops.tanh(self.up(x))
+            return self.down(dg.shard_tensor(h, mesh, ["dp", None]) if self.placed else h)
+
+    outcomes = []
+    for zero in (0, 3):
+        strategy = dg.Strategy(zero=zero or None)
+        parts = Annotated(placed=zero > 0), nn.MeanSquaredError(), optim.Adam()
+        with closing(Engine(*parts, strategy=strategy)) as e:
+            losses = e.fit(
+                (x, y[:, :8]), batch_size=11, progress=False
+            ).losses  # the last batch has one sample
+            outcomes.append((losses, e.evaluate((x[:9], y[:9, :8]), 4)["loss"], e.predict(x[:1])))
+    for left, right in zip(*outcomes, strict=True):
+        np.testing.assert_allclose(left, right, rtol=1e-5, atol=1e-6)

@@ -110,7 +110,11 @@ for _d, _shape in SHAPES.items():
     _add(f"LazyConv{_d}d", lambda d=_d: getattr(nn, f"LazyConv{d}d")(4, 3, padding="same"), _shape)
     _add(f"LazyConvTranspose{_d}d", lambda d=_d: getattr(nn, f"LazyConvTranspose{d}d")(4, 3), _shape)
     _add(f"LazyBatchNorm{_d}d", getattr(nn, f"LazyBatchNorm{_d}d"), _shape)
-    _add(f"LazyInstanceNorm{_d}d", getattr(nn, f"LazyInstanceNorm{_d}d"), _shape)
+    _add(
+        f"LazyInstanceNorm{_d}d",
+        lambda d=_d: getattr(nn, f"LazyInstanceNorm{d}d")(track_running_stats=False),
+        _shape,
+    )
     _add(f"ConstantPad{_d}d", lambda d=_d: getattr(nn, f"ConstantPad{d}d")(1, 2.5), _shape)
     for _kind in ("CircularPad", "ReflectionPad", "ReplicationPad", "ZeroPad"):
         _add(f"{_kind}{_d}d", lambda k=_kind, d=_d: getattr(nn, f"{k}{d}d")(1), _shape)

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from distgraph import ops
+from distgraph.errors import GraphError
 from distgraph.frontends.torch.rule_registry import aten
 from distgraph.tracing.tracer import Trace
 
@@ -72,6 +73,11 @@ def _instance_norm(
 ) -> Any:  # fmt: skip
     wide = (1, -1) + (1,) * (x.ndim - 2)
     if batch_stats:
+        if mean is not None:
+            raise GraphError(
+                "instance_norm keeps running statistics in training, which torch.export does not record; use "
+                "track_running_stats=False, or evaluation"
+            )
         return _affine(_normalised(x, tuple(range(2, x.ndim)), eps), weight, bias, wide)
     centred = (x - ops.reshape(mean, wide)) * ops.rsqrt(ops.reshape(var, wide) + eps)
     return _affine(centred, weight, bias, wide)

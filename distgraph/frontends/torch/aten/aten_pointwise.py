@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from distgraph import ops
+from distgraph.array_api.namespace import logaddexp
 from distgraph.frontends.torch.rule_registry import aten
 from distgraph.frontends.torch.torch_dtypes import short_dtype
 from distgraph.ir.dtypes import is_float
@@ -75,7 +76,7 @@ _BINARY: dict[str, Callable[..., Any]] = {
     "bitwise_left_shift": ops.left_shift, "bitwise_right_shift": ops.right_shift,
     "fmax": ops.maximum, "fmin": ops.minimum, "clamp_min": ops.maximum, "clamp_max": ops.minimum,
     "fmod": _fmod,
-    "logaddexp": lambda x, y: y + softplus(x - y),
+    "logaddexp": logaddexp,
     "xlogy": lambda x, y: ops.where(ops.equal(x, 0), 0, x * ops.log(ops.where(ops.equal(x, 0), 1, y))),
 }  # fmt: skip
 
