@@ -93,7 +93,10 @@ def problem_of(document: object, source: str = "document") -> Problem:
     except (TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
         raise GraphError(f"{source}: is not a problem in the contest's format: {str(error)[:200]}") from None
     _check_exact(source, (*costs, *edge_costs))
-    return Problem(name, costs, pairs, edge_costs, uses, limit)
+    try:
+        return Problem(name, costs, pairs, edge_costs, uses, limit)
+    except GraphError as error:
+        raise GraphError(f"{source}: {error}") from None
 
 
 def _costs(numbers: Sequence[int]) -> NDArray[np.float64]:

@@ -329,8 +329,8 @@ class _Reader(Transformer[Token, Any]):
     def splits(self, *splits: Any) -> list[Any]:
         return [split for split in splits if split is not None]
 
-    def index_split(self, index: Token, axes: tuple[str, ...]) -> tuple[str, Any]:
-        return "index", (str(index), axes)
+    def index_split(self, index: Token, axes: tuple[str, ...]) -> tuple[str, Any] | None:
+        return ("index", (str(index), axes)) if axes else None  # an index that no axis splits is left out
 
     def group_split(self, axis: Token, group: Token) -> tuple[str, Any]:
         return "partial", (str(axis), _whole(group))

@@ -39,6 +39,16 @@ def test_a_graph_without_ops_round_trips() -> None:
     assert round_trip(Graph("empty", (), {})).ops == ()
 
 
+def test_an_index_that_no_axis_splits_is_read_as_one_that_is_left_out() -> None:
+    text = """graph @g
+  mesh m0 = (dp=2) ranks 0..1
+  %x : f32[4, 2] [_, _] = input {name="x"} <AXES> data
+  output "y" = %x
+"""
+    graph = parse_graph(text.replace("AXES", "z0:_"))
+    assert round_trip(graph) == parse_graph(text.replace("AXES", ""))
+
+
 @given(programs(ALL_MESHES, train=True))
 def test_a_program_round_trips_at_every_stage(program):
     stages = [program.graph]

@@ -456,6 +456,11 @@ def test_bad_arguments_are_refused() -> None:
                             "edges": {"nodes": [[0, 1]], "costs": [[1, 2]]}}}""",
             "2 costs, expected 1 x 1",
         ),
+        (
+            """{"problem": {"name": true, "nodes": {"costs": [[1], [1]], "intervals": [[0, 1]], "usages": [[1]]},
+                            "edges": {"nodes": [], "costs": []}}}""",
+            "bad.json: True: uses of 1 nodes but 2 nodes",
+        ),
     ],
 )
 def test_malformed_files_are_refused(tmp_path: Path, text: str, message: str) -> None:
