@@ -457,8 +457,8 @@ def test_bad_arguments_are_refused() -> None:
             "2 costs, expected 1 x 1",
         ),
         (
-            """{"problem": {"name": true, "nodes": {"costs": [[1], [1]], "intervals": [[0, 1]], "usages": [[1]]},
-                            "edges": {"nodes": [], "costs": []}}}""",
+            """{"problem": {"name": true, "edges": {"nodes": [], "costs": []},
+                            "nodes": {"costs": [[1], [1]], "intervals": [[0, 1]], "usages": [[1]]}}}""",
             "bad.json: True: uses of 1 nodes but 2 nodes",
         ),
     ],
