@@ -28,7 +28,7 @@ from distgraph.runtime.program.compiled_task import Arena, CompiledTask
 from distgraph.runtime.program.loop_plan import plan_loops
 from distgraph.runtime.program.loop_runner import build_loops
 from distgraph.runtime.program.memory_plan import plan_storage
-from distgraph.runtime.program.task_compiler import WriterType, compile_task, op_of
+from distgraph.runtime.program.task_compiler import WriterType, compile_task, is_of_task, op_of
 from distgraph.runtime.schedule.actor_group import ActorPlan
 from distgraph.runtime.schedule.task import UPDATES
 from distgraph.runtime.schedule.task_order import Schedule
@@ -295,7 +295,9 @@ class Worker:
         last = m == self.program.graph.micro_batches - 1 or name in self._once
         try:
             run(name, m, task.last if last else task.body)
-        except OperandFault as error:
+        except (OperandFault, ValueError) as error:
+            if not isinstance(error, OperandFault) and not is_of_task(error):
+                raise
             rank, op = op_of(error)
             raise (OperandFault(f"{rank}, op {op}: {error}") if op else error) from error
         for label, value in self._per_micro:

@@ -49,6 +49,14 @@ def compile_task(
     return CompiledTask(task.name, post, body, last, source, writer.bound)
 
 
+def is_of_task(error: BaseException) -> bool:
+    """Whether the line that raised an error is one of a generated task, such as a call of NumPy."""
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    return place is not None and place.tb_frame.f_code.co_filename.startswith(_FILE)
+
+
 def op_of(error: BaseException) -> tuple[str, str]:
     """The rank and task in whose source an error was raised, and the op as the comment of the line describes
     it; empty outside of generated tasks."""

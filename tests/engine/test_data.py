@@ -200,3 +200,11 @@ def test_outputs_without_a_row_for_each_sample_are_predicted_at_once(micro: int)
         cut = dg.Engine(output, strategy=dg.Strategy(micro_batches=micro))
         with pytest.raises(GraphError, match=r"not rows for each of them, but predict joins the rows of 2"):
             cut.predict(x if micro == 1 else x[:20], batch_size=10 if micro == 1 else 20)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_numbers_that_numpy_refuses_are_named_with_rank_and_op(ranks: int) -> None:
+    strategy = dg.Strategy(mesh=dg.ProcessMesh.grid(dp=ranks), batch_axis="dp")
+    engine = dg.Engine(lambda x: x ** (x - 3), strategy=strategy)
+    with pytest.raises(RuntimeFault, match=r"rank [01] forward.*, op %\d+ power .*: Integers to negative"):
+        engine.predict(np.arange(4, dtype="i4"))
