@@ -244,6 +244,39 @@ def test_ctc_trains_as_in_torch_with_samples_split_over_ranks() -> None:
     assert engine_losses(engine, batches) == pytest.approx(theirs, rel=1e-9)
 
 
+# instance norm
+
+INSTANCES: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "1d": (nn.InstanceNorm1d, (3, 5)),
+    "2d": (nn.InstanceNorm2d, (3, 4, 5)),
+    "3d": (nn.InstanceNorm3d, (3, 2, 3, 4)),
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("name", INSTANCES)
+def test_running_statistics_of_instances_follow_those_of_torch(
+    name: str, micro_batches: int, ranks: int
+) -> None:
+    """In training, with weights of the norm; then in evaluation by the statistics."""
+    kind, shape = INSTANCES[name]
+    net = nn.Sequential(nn.Linear(shape[-1], shape[-1]), kind(3, affine=True, track_running_stats=True))
+    net = net.double()
+    batches = [(drawn(8, *shape) * (1 + n), drawn(8, *shape)) for n in range(3)]
+    model = dg.frontends.torch.import_module(net, batches[0][0])
+    strategy = dg.Strategy(mesh=dg.ProcessMesh.grid(dp=ranks), batch_axis="dp", micro_batches=micro_batches)
+    engine = dg.Engine(model, dg.nn.MeanSquaredError(), dg.optim.SGD(lr=0.1), strategy=strategy)
+    losses = [engine.run((x.numpy(), y.numpy()))["loss"] for x, y in batches]
+    theirs = torch_losses(net, F.mse_loss, torch.optim.SGD(net.parameters(), 0.1), batches)
+    assert losses == pytest.approx(theirs, rel=1e-9)
+    state, expected = engine.parameters(), net.state_dict()
+    for statistic in ("1.running_mean", "1.running_var"):
+        np.testing.assert_allclose(state[statistic], expected[statistic].numpy(), rtol=1e-9)
+    x = drawn(4, *shape)
+    np.testing.assert_allclose(engine.predict(x.numpy()), net.eval()(x).detach().numpy(), rtol=1e-9)
+
+
 # what does not import
 
 

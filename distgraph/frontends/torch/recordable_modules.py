@@ -1,8 +1,9 @@
-"""Parts of `torch.nn` that ask for numbers of their inputs, in a form that torch.export can record.
+"""Parts of `torch.nn` of which torch.export records nothing or too little, in a form that it can record.
 
     torch.ctc_loss                  has a second result whose size depends on the labels
     gaussian_nll_loss               asks whether a variance is negative
     AdaptiveLogSoftmaxWithLoss      selects the rows of each cluster of classes
+    instance_norm                   updates its running statistics inside of one op, which hides the update
 
 While a module is exported, the functions below take the place of these. They compute the same outputs and
 gradients for all numbers by one graph. Numbers that torch refuses give nan. CrossMapLRN2d has no such form.
@@ -25,7 +26,7 @@ from torch.nn.modules.adaptive import _ASMoutput
 from distgraph.errors import GraphError
 from distgraph.frontends.torch.exported_graph import model_line
 
-_CTC_LOSS = torch.ctc_loss
+_CTC_LOSS, _INSTANCE_NORM = torch.ctc_loss, functional.instance_norm
 
 
 @contextmanager
@@ -34,6 +35,7 @@ def recordable_modules() -> Iterator[None]:
     with (
         patch.object(torch, "ctc_loss", _ctc_loss),
         patch.object(functional, "gaussian_nll_loss", _gaussian_nll_loss),
+        patch.object(functional, "instance_norm", _instance_norm),
         patch.object(torch.nn.AdaptiveLogSoftmaxWithLoss, "forward", _adaptive_log_softmax),
         patch.object(torch.nn.CrossMapLRN2d, "forward", _cross_map_normalisation),
     ):
@@ -100,6 +102,25 @@ def _gaussian_nll_loss(
     if reduction == "none":
         return loss
     return loss.mean() if reduction == "mean" else loss.sum()
+
+
+def _instance_norm(
+    input: torch.Tensor,
+    running_mean: torch.Tensor | None = None,
+    running_var: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    """As of torch, with the running statistics, [channels], updated by the means over the samples."""
+    if use_input_stats and running_mean is not None and running_var is not None:
+        places, given = tuple(range(2, input.ndim)), input.detach()
+        running_mean.mul_(1 - momentum).add_(given.mean(places).mean(0), alpha=momentum)
+        running_var.mul_(1 - momentum).add_(given.var(places).mean(0), alpha=momentum)
+        running_mean = running_var = None
+    return _INSTANCE_NORM(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
 
 
 def _adaptive_log_softmax(self: Any, input_: torch.Tensor, target_: torch.Tensor) -> Any:

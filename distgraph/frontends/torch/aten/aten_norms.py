@@ -75,8 +75,8 @@ def _instance_norm(
     if batch_stats:
         if mean is not None:
             raise GraphError(
-                "instance_norm keeps running statistics in training, which torch.export does not record; use "
-                "track_running_stats=False, or evaluation"
+                "torch.instance_norm hides the update of its running statistics from torch.export; in "
+                "training, call torch.nn.functional.instance_norm, or use torch.nn.InstanceNorm1d, 2d or 3d"
             )
         return _affine(_normalised(x, tuple(range(2, x.ndim)), eps), weight, bias, wide)
     centred = (x - ops.reshape(mean, wide)) * ops.rsqrt(ops.reshape(var, wide) + eps)
