@@ -140,9 +140,10 @@ class _Job:
             self._end(process)
             for reader in readers:
                 reader.join(_END_SECONDS)
+        code = 1 if monitor.overdue else process.returncode  # mpiexec was killed because it did not end
         if not self.signals.received and next(self.path.glob(f"{CLOSED}.*"), None) is None:
-            _record_losses(process.returncode, problem, monitor.lost, env)
-        return self._verdict(process.returncode, monitor.lost)
+            _record_losses(code, problem, monitor.lost, env)
+        return self._verdict(code, monitor.lost)
 
     def _interrupt(self, mpiexec: int) -> None:
         """Pass a signal on to the ranks as Ctrl-C and give them time to end, unless a second signal comes."""

@@ -108,9 +108,9 @@ def _run_as_rank(job: Path, rank: int, supervisor: int, argv: Sequence[str]) -> 
 
 
 def _close(job: Path, rank: int, code: int) -> NoReturn:
-    """End this process, and record that it was not killed."""
+    """End this process, and record that it was not killed, with its exit code."""
     with suppress(OSError):
-        (job / f"{CLOSED}.{rank}").touch()
+        (job / f"{CLOSED}.{rank}").write_text(str(code))
     os._exit(code)
 
 

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -175,6 +176,28 @@ def test_the_monitor_names_all_supervisors_that_may_have_ended_first(
         monitor = Monitor(mpiexec.pid, tmp_path, len(supervisors), {})
         assert monitor.watch(Kills([supervisors[rank] for rank in killed], mpiexec)) is None
         assert monitor.lost == sorted(killed)
+
+
+@pytest.mark.parametrize(("code", "lost"), [("137", []), ("1", []), (None, [1])])
+def test_the_launcher_ends_a_job_whose_mpiexec_does_not_notice_the_end_of_a_rank(
+    tmp_path: Path, code: str | None, lost: list[int]
+) -> None:
+    """MPICH's mpiexec misses it now and then; the other ranks would wait until their time limit."""
+    with contextlib.ExitStack() as stack:
+        *supervisors, mpiexec = [stack.enter_context(subprocess.Popen(["sleep", "60"])) for _ in range(4)]
+        stack.callback(lambda: [process.kill() for process in (*supervisors, mpiexec)])
+        for rank, process in enumerate(supervisors):
+            write_processes(tmp_path / f"supervisor.{rank}", [process.pid])
+        monitor = Monitor(mpiexec.pid, tmp_path, len(supervisors), {})
+        (tmp_path / "closed.0").write_text("0")  # it has come to the end of its script
+        supervisors[0].kill()
+        if code is not None:
+            (tmp_path / "closed.1").write_text(code)
+        threading.Timer(0.3, supervisors[1].kill).start()
+        with Signals() as signals:
+            assert monitor.watch(signals) is None
+        assert mpiexec.poll() is None
+        assert (monitor.overdue, monitor.lost) == (True, lost)
 
 
 @needs_mpi
