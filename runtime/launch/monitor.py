@@ -3,7 +3,7 @@
 A supervisor that stops sending heartbeats is reported. mpiexec and its proxies send no heartbeats, so their
 process state is watched instead.
 
-When a rank ends after a failure, mpiexec ends all others at once. MPICH's sometimes misses the end of the rank
+When a rank ends after a failure, mpiexec ends all others at once. MPICH's sometimes misses the end of a rank
 (5.0.2 does, about once in 100 ranks that are killed), and then waits for the others.
 """
 
