@@ -25,6 +25,8 @@ NONFINITE = ("raise", "skip", "warn")
 ZERO = (0, 1, 2, 3)
 ZERO_ORIGIN = "Strategy(zero="
 """How the origin of a layout begins that `zero` has made."""
+STORED_ORIGIN = "as it is stored: "
+"""How the origin of a layout begins in which an earlier program of the engine stores a tensor."""
 GRADIENT_PRECISION = "bf16"
 _DECIDED = ("micro_batches", "schedule")
 """Decisions that are settings of a program without a search too."""

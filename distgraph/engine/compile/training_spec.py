@@ -29,7 +29,7 @@ from distgraph.passes.pass_pipeline import run_passes
 from distgraph.passes.pass_registry import PassContext
 from distgraph.passes.serial.backward import differentiate
 from distgraph.plan.precision import MixedPrecision
-from distgraph.plan.strategy import ZERO_ORIGIN, Strategy
+from distgraph.plan.strategy import STORED_ORIGIN, ZERO_ORIGIN, Strategy
 from distgraph.tracing.tensor import Tensor, emit_one
 from distgraph.tracing.tracer import Trace
 
@@ -280,7 +280,7 @@ def annotate_stored(trace: Trace, layouts: Mapping[str, DistAttr]) -> None:
     for op in trace.ops:
         attr = layouts.get(str(op.attrs["name"])) if op.kind in ("param", "state") else None
         if attr is not None and (op.name not in trace.attrs or ZERO_ORIGIN in attr.origin.where):
-            origin = Origin("user", f"as it is stored: {attr.origin}")
+            origin = Origin("user", f"{STORED_ORIGIN}{attr.origin}")
             trace.attrs[op.name] = DistAttr(attr.mesh, attr.spec, origin)
 
 

@@ -2,8 +2,9 @@
 
 The first completion says where every tensor is stored and which axes split the batch. Where a state (and at
 level 3 a parameter) is not split over these axes, they split one of its dims (see `shard_states`). Then the
-program is completed again with these annotations and the layouts of all activations, so that it computes as
-before.
+program is completed again with these annotations, the layouts of states that are split already, and those of
+all activations, so that it computes as before. What an earlier program of the engine has stored
+keeps its layout.
 
 Source: Rajbhandari et al., 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
 """
@@ -20,7 +21,7 @@ from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
 from distgraph.optim import shard_states
 from distgraph.passes.pass_pipeline import run_passes
-from distgraph.plan.strategy import ZERO_ORIGIN, Strategy
+from distgraph.plan.strategy import STORED_ORIGIN, ZERO_ORIGIN, Strategy
 
 SPLIT_PARAMETERS = 3
 _PLANNED = Origin("user", "the first completion")  # completion keeps what a user wrote
@@ -31,26 +32,32 @@ def complete_split(strategy: Strategy, serial: Graph, complete: Callable[[Graph]
 
     Args:
         strategy: its `split` is 1, 2 or 3.
-        serial: the annotated program; some tensors may be stored as an earlier program has split them.
+        serial: the annotated program; some tensors may be stored as an earlier program has laid them out.
         complete: completes the annotations alone.
 
     Raises:
-        ShardingError: no axis splits the batch of a training program, or it has nothing that can be split.
+        ShardingError: no axis splits the batch of a training program, it has nothing that can be split, or an
+            earlier program stores whole what could be split.
     """
-    stored = {name: attr for name, attr in serial.attrs.items() if ZERO_ORIGIN in attr.origin.where}
-    open_attrs = {name: attr for name, attr in serial.attrs.items() if name not in stored}
+    stored = {n: attr for n, attr in serial.attrs.items() if attr.origin.where.startswith(STORED_ORIGIN)}
+    split_before = {name: attr for name, attr in stored.items() if ZERO_ORIGIN in attr.origin.where}
+    open_attrs = {name: attr for name, attr in serial.attrs.items() if name not in split_before}
     completed = complete(replace(serial, attrs=open_attrs))
     axes, kinds = batch_axes(completed), ("state", "param")[: 1 + (strategy.split >= SPLIT_PARAMETERS)]
     origin = Origin("user", f"{ZERO_ORIGIN}{strategy.split})")
-    split = {
-        op.name: replace(attr, origin=origin)
-        for op in completed.sources(*kinds)
-        if (attr := _split(completed, op, axes)) is not None
-    }
-    split.update(stored)
+    kept, split = dict[str, DistAttr](), dict(split_before)
+    for op in completed.sources(*kinds):
+        attr = _split(completed, op, axes)
+        if op.name in stored:
+            if serial.updates and attr is not None and not set(axes) & set(stored[op.name].spec.axes):
+                _refuse_whole(strategy.split, op)
+        elif attr is not None:
+            split[op.name] = replace(attr, origin=origin)
+        elif op.name not in serial.attrs:
+            kept[op.name] = replace(completed.attrs[op.name], origin=_PLANNED)
     if split:
-        return _completed_again(serial, completed, split)
-    if serial.updates:
+        return _completed_again(serial, completed, kept | split)
+    if serial.updates and not any(op.name in stored for op in completed.sources(*kinds)):
         _refuse(strategy.split, axes)
     return completed
 
@@ -66,6 +73,14 @@ def _refuse(zero: int, axes: tuple[str, ...]) -> NoReturn:
     raise ShardingError(
         f"zero of Strategy is {zero} but no {what} can be split over {', '.join(axes)}: there is none, or "
         "each is split over it already or has dims shorter than it has ranks; leave zero out"
+    )
+
+
+def _refuse_whole(zero: int, op: Op) -> NoReturn:
+    """Raise the error for a tensor that was laid out by a program without a split batch."""
+    raise ShardingError(
+        f"zero of Strategy is {zero} but {op.attrs['name']} is stored whole by an earlier program, whose "
+        "batch was not split; call fit, or prepare with a batch to train on, before evaluate and predict"
     )
 
 

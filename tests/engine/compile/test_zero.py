@@ -255,3 +255,61 @@ def test_batches_that_no_axis_splits_use_the_parts_of_a_weight_that_is_annotated
             outcomes.append((losses, e.evaluate((x[:9], y[:9, :8]), 4)["loss"], e.predict(x[:1])))
     for left, right in zip(*outcomes, strict=True):
         np.testing.assert_allclose(left, right, rtol=1e-5, atol=1e-6)
+
+
+pair = dg.ProcessMesh.grid(dp=2)
+
+
+class Crossed(nn.Module):
+    """Its second weight is split over the axis of the batch by what reads it, whose layout a user gives."""
+
+    def __init__(self) -> None:
+        self.stem, self.up = nn.Parameter((4, 4)), nn.Parameter((4, 7))
+        self.down, self.head = nn.Parameter((7, 4)), nn.Parameter((4, 3))
+        dg.shard_tensor(self.up, pair, [None, None])
+        dg.shard_tensor(self.down, pair, [None, "dp"])
+
+    def forward(self, x: Any) -> Any:
+        dg.shard_tensor(x, pair, ["dp", None])
+        with dg.on(pair):
+            x = x + ops.tanh(x @ self.stem)
+            x = x + ops.tanh(x @ self.up) @ self.down
+        with dg.on(dg.ProcessMesh.grid(2, dp=1)):
+            return x @ self.head
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_programs_of_two_sizes_store_every_tensor_alike(zero: int) -> None:
+    """A state that completion splits by itself keeps that layout, and a short batch does not change it."""
+    rng = np.random.default_rng(3)
+    data = tuple(rng.normal(size=(13, width)).astype("f4") for width in (4, 3))
+    losses = {}
+    for level in (0, zero):
+        strategy = dg.Strategy(zero=level, micro_batches=5)
+        made = Engine(
+            Crossed(), nn.MeanSquaredError(), optim.SGD(lr=0.1, momentum=0.9), strategy=strategy, seed=1
+        )
+        with closing(made):
+            losses[level] = made.fit(data, batch_size=5, progress=False).losses
+            assert made.memory.layouts["up.momentum"].spec.axes == ("dp",) or not level
+            made.evaluate(data, batch_size=3)
+    np.testing.assert_allclose(losses[zero], losses[0], rtol=1e-5)
+
+
+def test_parameters_that_an_unsplit_program_has_stored_whole_are_named() -> None:
+    class Several(Net):
+        def forward(self, x: Any) -> Any:
+            if x.shape[0] > 1:
+                dg.shard_tensor(x, mesh, ["dp", None])
+            return super().forward(x)
+
+    made = Engine(
+        Several(1, 8), nn.MeanSquaredError(), optim.Adam(lr=1e-3), strategy=dg.Strategy(mesh=mesh, zero=3)
+    )
+    x, y = batch(width=8)
+    with closing(made):
+        made.predict(x[:1])
+        with pytest.raises(
+            ShardingError, match=r"is 3 but layers.0.weight is stored whole by an earlier prog"
+        ):
+            made.fit((x, y), progress=False)
