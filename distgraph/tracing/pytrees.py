@@ -46,16 +46,21 @@ def map_leaves(function: Callable[[str, Any], Any], tree: Any, path: str = "") -
     return type(tree)(new.values())
 
 
-def check_same(subject: str, before: Any, after: Any) -> None:
-    """Raises GraphError where a pytree does not have the leaves of another."""
-    old, new = [path for path, _ in leaves(before)], [path for path, _ in leaves(after)]
-    if old != new:
-        differing = [path for path in (*old, *new) if (path in old) != (path in new)] or ["their order"]
+def same_leaves(subject: str, before: Any, after: Any) -> dict[str, Any]:
+    """The leaves of a pytree by path, in the order of another one; keys of dicts have no order.
+
+    Raises:
+        GraphError: one of them has a leaf that the other has not.
+    """
+    old, new = [path for path, _ in leaves(before)], dict(leaves(after))
+    if set(old) != set(new):
+        differing = [path for path in (*old, *new) if (path in old) != (path in new)]
         raise GraphError(
-            f"{subject} has the leaves {', '.join(new[:4]) or 'none'} but had "
+            f"{subject} has the leaves {', '.join([*new][:4]) or 'none'} but had "
             f"{', '.join(old[:4]) or 'none'}: "
             f"different are {', '.join(differing[:4])}; give both the same structure"
         )
+    return {path: new[path] for path in old}
 
 
 def _children(tree: Any) -> list[tuple[str, Any]] | None:
@@ -81,7 +86,5 @@ def tree_map(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
         >>> tree_map(lambda p, g: p - g, {"w": 3, "b": [1]}, {"w": 1, "b": [1]})
         {'w': 2, 'b': [0]}
     """
-    for other in others:
-        check_same("a pytree of tree_map", tree, other)
-    tables = [dict(leaves(other)) for other in others]
+    tables = [same_leaves("a pytree of tree_map", tree, other) for other in others]
     return map_leaves(lambda path, leaf: function(leaf, *(table[path] for table in tables)), tree)

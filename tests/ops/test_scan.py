@@ -40,6 +40,14 @@ def test_eager_computes_loops_and_their_gradients() -> None:
         np.testing.assert_allclose(np.asarray(y), 0.125 * X[0] + 0.25 * X[1] + 0.5 * X[2] + X[3])
 
 
+def test_keys_of_a_carry_have_no_order() -> None:
+    def turn(c: Any, v: Any) -> Any:
+        return {"last": v, "sum": c["sum"] + 2.0 * v}, None
+
+    graph = trace(lambda x: ops.scan(turn, {"sum": x[0], "last": x[0] * 0.0}, x)[0]["sum"], X)
+    np.testing.assert_array_equal(interpret(graph, {"x0": X})[0]["y"], X[0] + 2.0 * X.sum(0))
+
+
 def _scan_with(function: Any, *options: Any, **named: Any) -> Any:
     """A scan over a tensor, or over what is made of it, from its first row."""
     return lambda x: ops.scan(function, x[0], *(option(x) for option in options), **named)

@@ -229,7 +229,8 @@ def _place_ops(decomposed: Graph, plan: Plan, positions: OpPositions) -> tuple[G
             stage = stage_of_layer[layer]
         if stage is None or stage >= len(meshes):
             raise GraphError(
-                f"plan of {plan.program.name} does not place {op}; make the plan anew with this distgraph"
+                f"plan of {plan.program.name} does not place {op}; layers and recompute of a plan cannot be "
+                "edited, since ops are counted in them: make the plan anew with these settings"
             )
         mesh_of[op.name] = meshes[stage]
     return spread_over_meshes(decomposed, mesh_of)

@@ -30,7 +30,7 @@ from distgraph.plan.strategy import Strategy
 from distgraph.resources import Cluster, load_cluster, local_cluster
 from distgraph.runtime.forecast.forecast import Forecast
 from distgraph.runtime.job.job_files import ranks_of_job
-from distgraph.tracing.pytrees import check_same, leaves, map_leaves
+from distgraph.tracing.pytrees import leaves, map_leaves, same_leaves
 
 METHODS = ("data_parallel", "zero2", "zero3", "shard", "pipeline", "auto")
 LAYERS = ("manual", "auto")
@@ -160,7 +160,7 @@ class ParallelizedStep:
                 f"batch has {count} samples but the step was compiled for {self._program.samples}; leave a "
                 "short batch out, or decorate the function a second time"
             )
-        check_same("the state", self._program.state, state)
+        same_leaves("the state", self._program.state, state)
         if not self.engine.memory.records:
             self.engine.prepare(fields)
         return self.engine
@@ -395,7 +395,7 @@ def _strategy(method: str, devices: int, micro_batches: int | None, stages: int 
             "method='pipeline', or leave stages out"
         )
     if method in ("data_parallel", "zero2", "zero3"):
-        zero = {"data_parallel": None, "zero2": 2, "zero3": 3}[method]
+        zero = {"zero2": 2, "zero3": 3}.get(method) if devices > 1 else None  # one rank has nothing to split
         mesh = ProcessMesh.grid(dp=devices)
         return Strategy(mesh=mesh, batch_axis="dp", zero=zero, micro_batches=micro_batches)
     searched = Strategy(mode="auto", devices=devices, micro_batches=micro_batches, stages=stages)

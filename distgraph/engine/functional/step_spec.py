@@ -24,7 +24,7 @@ from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import DistAttr
 from distgraph.optim import Optimizer
 from distgraph.passes.analysis.accumulation import FIXED, Growth, growths
-from distgraph.tracing.pytrees import check_same, leaves, map_leaves
+from distgraph.tracing.pytrees import leaves, map_leaves, same_leaves
 from distgraph.tracing.tensor import Tensor, emit_one
 from distgraph.tracing.tracer import Trace
 
@@ -201,8 +201,7 @@ class StepSpec(TrainingSpec):
 
     def _store(self, trace: Trace, new: Any) -> None:
         """Replace the state by the one that the function returned, at the end of the step."""
-        check_same("the state that the training step returned", self.program.state, new)
-        after = dict(leaves(new))
+        after = same_leaves("the state that the training step returned", self.program.state, new)
         for path, old in leaves(self.program.state):
             tensor, value = trace.tensor(old), trace.tensor(after[path])
             if value.value.name == tensor.value.name:

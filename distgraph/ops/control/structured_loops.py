@@ -21,7 +21,7 @@ from distgraph.ir.reference_interpreter import interpret
 from distgraph.kernels._common import store_all
 from distgraph.ops.contraction import as_tensors
 from distgraph.tracing.loop_trace import LoopTrace
-from distgraph.tracing.pytrees import check_same, leaves, map_leaves
+from distgraph.tracing.pytrees import leaves, map_leaves, same_leaves
 from distgraph.tracing.tensor import Tensor
 from distgraph.tracing.tracer import Trace, caller
 
@@ -198,8 +198,8 @@ def scan(
         if not isinstance(returned, tuple) or len(returned) != 2:
             shown = _shown(returned)
             raise GraphError(f"body of scan ({where}) must return (carry, y) but returns {shown}")
-        check_same(f"carry of scan ({where})", init, returned[0])
-        end = [inner.tensor(x) for _, x in leaves(returned[0])]
+        carry = same_leaves(f"carry of scan ({where})", init, returned[0])
+        end = [inner.tensor(x) for x in carry.values()]
         ys = [inner.tensor(x) for _, x in leaves(returned[1])]
     _check_carry(f"scan ({where})", begin, end)
     _hand_on(inner, begin, end)

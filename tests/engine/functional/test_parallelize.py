@@ -319,3 +319,24 @@ def test_leaves_that_take_the_place_of_others(settings: dict[str, Any]) -> None:
             np.testing.assert_array_equal(state[name], expected)
         w = w - 0.1 * 2 * batch.T @ (batch @ w) / (8 * 2)
         np.testing.assert_allclose(state["w"], w)
+
+
+def test_keys_of_a_state_have_no_order() -> None:
+    @dg.parallelize(method="data_parallel", devices=2)
+    def step(state: Any, batch: Any) -> Any:
+        loss, g = dg.value_and_grad(lambda p: dg.ops.mean((batch @ p) ** 2))(state["p"])
+        return {"n": state["n"] + 1, "p": state["p"] - 0.1 * g}, {"loss": loss}
+
+    state: Any = {"p": np.ones((3, 2)), "n": np.int64(0)}
+    for _ in range(2):
+        state, metrics = step(state, np.ones((4, 3)))
+    step.close()
+    assert metrics["loss"] == pytest.approx(4.41)
+    assert (int(np.asarray(state["n"])), list(state)) == (2, ["p", "n"])
+
+
+@pytest.mark.parametrize("method", ["data_parallel", "zero2", "zero3"])
+def test_one_device_computes_serially(method: str) -> None:
+    step = made(method=method, devices=1)
+    assert step(start(), batches()[0])[1] == pytest.approx(step_in_numpy(start(), batches()[0], False)[1])
+    step.close()
