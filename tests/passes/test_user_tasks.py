@@ -250,6 +250,35 @@ def test_messages_of_an_update_let_no_task_wait_for_another(
     assert {"l0", "l1"} <= {task.label for task in build.task_graph.tasks if task.kind == "optimize"}
 
 
+class SplitNorm(nn.Module):
+    """A norm in one task whose mean only the backward part reads in the end; the head is on another mesh."""
+
+    def __init__(self, norm: dg.ProcessMesh | None, head: dg.ProcessMesh | None) -> None:
+        self.norm, self.head, self.meshes = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), (norm, head)
+        if norm is not None:
+            dg.shard_tensor(self.norm.weight, norm, ["tp"])
+
+    def forward(self, x: Any) -> Any:
+        first, second = self.meshes
+        with dg.on(first), dg.task("norm") if first else nullcontext():
+            x = self.norm(x)
+        with dg.on(second):
+            return self.head(x)
+
+
+@pytest.mark.parametrize("head", [grid(1, tp=2), grid(2, tp=2)], ids=str)
+@pytest.mark.parametrize("data", [grid(dp=2), grid(dp=1, tp=2)], ids=str)
+def test_a_norm_with_a_split_weight_is_one_task(data: dg.ProcessMesh, head: dg.ProcessMesh) -> None:
+    given = {"mesh": data, "batch_axis": "dp", "refine": "never"}
+    losses, parameters, build = trained(SplitNorm(grid(tp=2), head), **given)
+    serial, expected, _ = trained(SplitNorm(None, None))
+    np.testing.assert_allclose(losses, serial, rtol=2e-6)
+    for name, value in expected.items():
+        np.testing.assert_allclose(parameters[name], value, rtol=2e-5, atol=2e-6, err_msg=name)
+    named = [part for part in build.parts.tasks if part.kind == "forward" and part.label == "norm"]
+    assert len(named) == 1
+
+
 class Called(nn.Module):
     """A model of one function."""
 
