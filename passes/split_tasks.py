@@ -34,6 +34,7 @@ from distgraph.ir.sharding_spec import ShardSpec
 from distgraph.passes.pass_registry import register_pass
 
 Key = tuple[str, ProcessMesh, int]
+UserKey = tuple[str, ProcessMesh, str]  # kind, mesh, name that the user gave
 Block = tuple[tuple[int, ...], str, ShardSpec, Windows]  # shape, dtype, layout, halo (empty if none)
 
 
@@ -255,7 +256,39 @@ def _moves_gradient(state: _State, op: Op) -> bool:
 
 
 def _sink(state: _State) -> None:
-    """Move ops to the latest level that their readers allow, which gives fewer tasks."""
+    """Move ops to the latest level that their readers allow, which gives fewer tasks.
+
+    The ops of a task of the user stay together: none moves behind a level that another one has to stay at,
+    which may bound the tasks before it.
+    """
+    earliest, bounds = state.level, dict[UserKey, int]()
+    while True:
+        state.level = dict(earliest)
+        _sink_within(state, bounds)
+        reached = _common_levels(state, earliest)
+        if reached == bounds:
+            return
+        bounds = reached
+
+
+def _common_levels(state: _State, earliest: Mapping[str, int]) -> dict[UserKey, int]:
+    """The latest level that all ops of a task of the user can have, or the first one where there is none."""
+    levels: dict[UserKey, list[tuple[int, int]]] = {}
+    for op in state.graph.ops:
+        if op.is_named and op.kind not in SOURCES and state.kind[op.name] != "load":
+            levels.setdefault(_user_key(state, op), []).append((state.level[op.name], earliest[op.name]))
+    return {
+        key: max(min(late for late, _ in pairs), *(early for _, early in pairs))
+        for key, pairs in levels.items()
+    }
+
+
+def _user_key(state: _State, op: Op) -> UserKey:
+    return state.kind[op.name], state.mesh[op.name], op.task
+
+
+def _sink_within(state: _State, bounds: Mapping[UserKey, int]) -> None:
+    """Move ops to the latest level that their readers and the bounds of the user's tasks allow."""
     last: dict[tuple[str, ProcessMesh], int] = {}
     for op in state.graph.ops:
         if op.kind not in SOURCES:
@@ -266,6 +299,8 @@ def _sink(state: _State) -> None:
             continue
         kind, mesh = state.kind[op.name], state.mesh[op.name]
         bound = last[kind, mesh]
+        if op.is_named:
+            bound = min(bound, bounds.get(_user_key(state, op), bound))
         for value in op.results:
             for user in state.graph.users[value.name]:
                 if state.mesh[user.name] != mesh:

@@ -85,6 +85,16 @@ class Op:
         (value,) = self.results
         return value
 
+    @property
+    def moves_data(self) -> bool:
+        """Whether the op computes nothing: it communicates, or adds up the results of micro-batches."""
+        return self.kind.startswith("comm.") or self.kind == "accumulate"
+
+    @property
+    def is_named(self) -> bool:
+        """Whether the user's task says where the op runs; what moves data follows its operand."""
+        return bool(self.task) and not self.moves_data
+
     def __str__(self) -> str:
         where = f" ({self.source})" if self.source else ""
         return f"%{self.name} {self.kind}{where}"

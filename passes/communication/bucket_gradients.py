@@ -5,7 +5,8 @@ Out:  the same program, in which the all_reduces (under ZeRO the reduce_scatters
       are fused into buckets, each of which starts as soon as its last gradient is complete.
 Invariant: same numbers; to the last bit in one process and over MPI, where a message reduces every element
     in the order of the ranks, whatever its place in the message. Gradients that different tasks complete are
-    in different buckets.
+    in different buckets: those of different meshes or levels, and those of different tasks of the user where
+    one of these reads the sum itself (see `task_waits`).
 
     %a = comm.all_reduce(%x)
     %b = comm.all_reduce(%y)     ->     %a, %b = comm.all_reduce(%x, %y)
@@ -22,6 +23,7 @@ from distgraph.ir.collective_registry import is_collective
 from distgraph.ir.graph import SOURCES, Graph, Op, Value
 from distgraph.passes.communication.fuse_reductions import fuse, fusion_key, groups_by_level, is_fusible
 from distgraph.passes.communication.message_buckets import bucket_bytes, cut, mesh_levels, single_bytes
+from distgraph.passes.communication.task_waits import task_waits
 from distgraph.passes.pass_registry import PassContext, register_pass
 from distgraph.passes.redistribution.planner import Price, latency_price
 
@@ -40,12 +42,12 @@ def bucket_gradients(graph: Graph, price: Price = latency_price) -> Graph:
     runs = _runs(graph)
     if len(once) + len(runs) < 2:
         return graph
-    levels = mesh_levels(graph)
+    levels, waits = mesh_levels(graph), task_waits(graph)
 
     def key(op: Op) -> Hashable | None:
         if op.name not in once and op.name not in runs:
             return None
-        return fusion_key(graph, op), levels.get(op.name, 0), runs.get(op.name)
+        return fusion_key(graph, op), levels.get(op.name, 0), runs.get(op.name), waits.get(op.name)
 
     buckets: list[list[Op]] = []
     position = {value.name: n for n, op in enumerate(graph.ops) for value in op.results}

@@ -5,7 +5,8 @@ Out:  the same program, in which all_gathers of parameters over one group are fu
       `gather_parameters` places together for one layer, those of stored parameters that are gathered once a
       step, and those of the new parameters after an update of parts (ZeRO-1 and 2).
 Invariant: same numbers, to the last bit. Parameters of different layers are in different messages where they
-    are gathered for each use.
+    are gathered for each use. What an update gathers and reads itself, as Adafactor does, is in one message
+    only if the same tasks of the user precede it (see `task_waits`).
 
     %a = comm.all_gather(%x) {dim=1}
     %b = comm.all_gather(%y) {dim=0}     ->     %a, %b = comm.all_gather(%x, %y) {dims=(1, 0)}
@@ -23,8 +24,12 @@ from distgraph.ir.step_phases import AFTER, BEFORE, value_phases
 from distgraph.passes.communication.fuse_reductions import fuse, fusion_key, groups_by_level, is_fusible
 from distgraph.passes.communication.gather_parameters import layer_of
 from distgraph.passes.communication.message_buckets import bucket_bytes, cut, mesh_levels, single_bytes
+from distgraph.passes.communication.task_waits import task_waits
 from distgraph.passes.pass_registry import PassContext, register_pass
 from distgraph.passes.redistribution.planner import Price, latency_price
+
+NEXT_STEP = "next step"
+"""What a parameter is gathered for after its update."""
 
 
 @register_pass("bucket_parameters", stage="lowered", after=("gather_parameters",))
@@ -38,12 +43,13 @@ def bucket_parameters(graph: Graph, price: Price = latency_price) -> Graph:
     uses = _uses(graph)
     if len(uses) < 2:
         return graph
-    levels = mesh_levels(graph)
+    levels, waits = mesh_levels(graph), task_waits(graph)
 
     def key(op: Op) -> Hashable | None:
         if op.name not in uses:
             return None
-        return fusion_key(graph, op), levels.get(op.name, 0), uses[op.name]
+        waited = waits.get(op.name) if uses[op.name] == NEXT_STEP else None  # the others are of stored ones
+        return fusion_key(graph, op), levels.get(op.name, 0), uses[op.name], waited
 
     buckets: list[list[Op]] = []
     for group in groups_by_level(graph, key):
@@ -76,7 +82,7 @@ def _uses(graph: Graph) -> dict[str, Hashable]:
         elif gathers and phases[op.name] == BEFORE and _is_stored(graph, op.operands[0]):
             uses[op.name] = "step"
         elif gathers and phases[op.name] == AFTER and op.role == "optimize":
-            uses[op.name] = "next step"
+            uses[op.name] = NEXT_STEP
         elif not (len(op.operands) == 1 and op.operands[0].name in follow):
             run += 1
             follow.clear()

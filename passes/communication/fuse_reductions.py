@@ -15,7 +15,8 @@ Invariant: same numbers; to the last bit in one process and over MPI, where a me
 Reductions of one *level* are fused. The level of a reduction is the number of such reductions on the longest
 path to it, so none of a level depends on another one of it, and fused ones only depend on those of lower
 levels. A reduction of a single number lasts as long as a message takes to start, so the number of messages
-counts and not their bytes.
+counts and not their bytes. Where a task of the user waits for the result, only reductions behind the same
+tasks are fused (see `task_waits`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Any
 from distgraph.ir.collective_registry import collective_of
 from distgraph.ir.graph import Graph, Op
 from distgraph.ir.step_phases import AFTER, value_phases
+from distgraph.passes.communication.task_waits import task_waits
 from distgraph.passes.pass_registry import register_pass
 
 
@@ -36,10 +38,12 @@ def fuse_reductions(graph: Graph) -> Graph:
     numbers = [op for op in graph.ops if _is_number(op)]
     if len(numbers) < 2:
         return graph
-    phases = value_phases(graph)
+    phases, waits = value_phases(graph), task_waits(graph)
 
     def key(op: Op) -> Hashable | None:
-        return fusion_key(graph, op) if _is_number(op) and phases[op.name] == AFTER else None
+        if not _is_number(op) or phases[op.name] != AFTER:
+            return None
+        return fusion_key(graph, op), waits.get(op.name)
 
     return fuse(graph, groups_by_level(graph, key))
 

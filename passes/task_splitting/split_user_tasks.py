@@ -61,7 +61,7 @@ def _check_meshes(parts: Parts) -> None:
     seen: dict[str, tuple[ProcessMesh, Op, str]] = {}
     for part in parts.tasks:
         for op in part.body:
-            if part.kind != "forward" or not _is_named(op):
+            if part.kind != "forward" or not op.is_named:
                 continue
             mesh, first, whole = seen.setdefault(op.task, (part.mesh, op, part.name))
             if mesh.rank_set != part.mesh.rank_set:
@@ -74,15 +74,6 @@ def _check_meshes(parts: Parts) -> None:
                     f"task {op.task!r} has {first} before and {op} behind ops of another mesh, so that it "
                     "would wait for itself; give them two names"
                 )
-
-
-def _is_named(op: Op) -> bool:
-    """Whether the name of an op says where it belongs: not that of what moves data."""
-    return bool(op.task) and not _moves_data(op)
-
-
-def _moves_data(op: Op) -> bool:
-    return op.kind.startswith("comm.") or op.kind == "accumulate"
 
 
 @dataclass(frozen=True)
@@ -110,14 +101,14 @@ class _PartSplit:
             for value in op.results
         }
         before: dict[str, set[str]] = {}  # op -> names of which it needs something
-        needs: dict[str, dict[str, None]] = {op.task: {} for op in part.body if _is_named(op)}
+        needs: dict[str, dict[str, None]] = {op.task: {} for op in part.body if op.is_named}
         for op in part.body:
             names = before[op.name] = set()
             for value in op.operands:
                 if value.name in made:
                     source = made[value.name]
-                    names |= before[source.name] | ({source.task} if _is_named(source) else set())
-            if _is_named(op):
+                    names |= before[source.name] | ({source.task} if source.is_named else set())
+            if op.is_named:
                 needs[op.task].update(dict.fromkeys(sorted(names - {op.task})))
         return _PartSplit(graph, part, made, _ordered(part, needs))
 
@@ -150,11 +141,11 @@ class _PartSplit:
         for op in self.part.body:
             sources = [self.made[value.name] for value in op.operands if value.name in self.made]
             below = max((position[source.name] for source in sources), default=-1)
-            if _is_named(op):
+            if op.is_named:
                 position[op.name] = self.place[op.task]
                 if below > position[op.name]:
                     self._refuse(op, next(each for each in sources if position[each.name] == below))
-            elif _moves_data(op):
+            elif op.moves_data:
                 position[op.name] = below if below >= 0 else latest[op.name]
             else:
                 position[op.name] = 0 if below < 0 else below + below % 2
@@ -168,9 +159,9 @@ class _PartSplit:
             bound = min(
                 (latest[user.name] for user in readers if user.name in latest), default=2 * len(self.place)
             )
-            if _is_named(op):
+            if op.is_named:
                 bound = self.place[op.task]
-            elif not _moves_data(op):
+            elif not op.moves_data:
                 bound -= bound % 2
             latest[op.name] = bound
         return latest

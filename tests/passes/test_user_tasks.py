@@ -62,10 +62,12 @@ class Net(nn.Module):
         return self.norm(x)
 
 
-def trained(model: nn.Module, **strategy: Any) -> tuple[list[float], dict[str, Any], Any]:
+def trained(
+    model: nn.Module, optimizer: optim.Optimizer | None = None, **strategy: Any
+) -> tuple[list[float], dict[str, Any], Any]:
     rng = np.random.default_rng(0)
     batch = [rng.normal(size=(12, WIDTH)).astype("f4") for _ in range(2)]
-    optimizer = optim.AdamW(lr=0.1, clip_norm=1.0)
+    optimizer = optimizer or optim.AdamW(lr=0.1, clip_norm=1.0)
     engine = dg.Engine(model, nn.MeanSquaredError(), optimizer, strategy=dg.Strategy(**strategy), seed=3)
     with closing(engine):
         losses = [engine.run(batch)["loss"] for _ in range(2)]
@@ -210,6 +212,71 @@ def test_explain_names_the_task_of_a_value() -> None:
     _, _, build = trained(Net([grid(0, tp=2)]), micro_batches=2)
     op = next(op for op in build.completed.ops if op.task == "l2")
     assert f"  task l2, {op.role}" in explain(build.completed, op.name).splitlines()
+
+
+class Updated(nn.Module):
+    """Layers in a task each, and one outside of tasks; `split` are those whose weights are split over dp."""
+
+    def __init__(self, width: int, split: tuple[int, ...] = (), named: bool = True) -> None:
+        self.layers, self.named = [nn.Linear(WIDTH, width), nn.Linear(width, WIDTH)], named
+        self.head = nn.Linear(WIDTH, WIDTH)
+        for n in split:
+            dg.shard_tensor(self.layers[n].weight, grid(dp=2), [None, "dp"])
+
+    def forward(self, x: Any) -> Any:
+        for n, layer in enumerate(self.layers):
+            with dg.task(f"l{n}") if self.named else nullcontext():
+                x = ops.tanh(layer(x))
+        return self.head(x)
+
+
+@pytest.mark.parametrize("passes", [(), ("-fuse_reductions",)], ids=str)
+@pytest.mark.parametrize(
+    ("width", "split", "zero", "clip"),
+    [(6, (), 1, None), (6, (), 3, 1.0), (6, (0,), None, None), (6, (0, 1), 1, 1.0), (7, (), 1, None)],
+    ids=str,
+)
+def test_messages_of_an_update_let_no_task_wait_for_another(
+    width: int, split: tuple[int, ...], zero: int | None, clip: float | None, passes: tuple[str, ...]
+) -> None:
+    """Adafactor reduces means within the update, and gathers rows of a width that dp does not divide."""
+    given = {"mesh": grid(dp=2), "batch_axis": "dp", "zero": zero, "passes": passes}
+    optimizer = optim.Adafactor(lr=0.1, clip_norm=clip)
+    losses, parameters, build = trained(Updated(width, split), optimizer, **given)
+    serial, expected, _ = trained(Updated(width, named=False), optimizer)
+    np.testing.assert_allclose(losses, serial, rtol=2e-6)
+    for name, value in expected.items():
+        np.testing.assert_allclose(parameters[name], value, rtol=2e-5, atol=2e-6, err_msg=name)
+    assert {"l0", "l1"} <= {task.label for task in build.task_graph.tasks if task.kind == "optimize"}
+
+
+class SplitNorm(nn.Module):
+    """A norm in one task whose mean only the backward part reads in the end; the head is on another mesh."""
+
+    def __init__(self, norm: dg.ProcessMesh | None, head: dg.ProcessMesh | None) -> None:
+        self.norm, self.head, self.meshes = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), (norm, head)
+        if norm is not None:
+            dg.shard_tensor(self.norm.weight, norm, ["tp"])
+
+    def forward(self, x: Any) -> Any:
+        first, second = self.meshes
+        with dg.on(first), dg.task("norm") if first else nullcontext():
+            x = self.norm(x)
+        with dg.on(second):
+            return self.head(x)
+
+
+@pytest.mark.parametrize("head", [grid(1, tp=2), grid(2, tp=2)], ids=str)
+@pytest.mark.parametrize("data", [grid(dp=2), grid(dp=1, tp=2)], ids=str)
+def test_a_norm_with_a_split_weight_is_one_task(data: dg.ProcessMesh, head: dg.ProcessMesh) -> None:
+    given = {"mesh": data, "batch_axis": "dp", "refine": "never"}
+    losses, parameters, build = trained(SplitNorm(grid(tp=2), head), **given)
+    serial, expected, _ = trained(SplitNorm(None, None))
+    np.testing.assert_allclose(losses, serial, rtol=2e-6)
+    for name, value in expected.items():
+        np.testing.assert_allclose(parameters[name], value, rtol=2e-5, atol=2e-6, err_msg=name)
+    named = [part for part in build.parts.tasks if part.kind == "forward" and part.label == "norm"]
+    assert len(named) == 1
 
 
 class Called(nn.Module):

@@ -16,6 +16,7 @@ from distgraph import nn, ops, optim
 from distgraph.engine.compile.train_graph import train_graph
 from distgraph.ir.graph import Graph, Op
 from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.parser import parse_graph
 from distgraph.ir.verifier import verify
 from distgraph.passes.communication.bucket_gradients import bucket_gradients
 from distgraph.passes.communication.message_buckets import bucket_bytes
@@ -23,6 +24,7 @@ from distgraph.passes.complete import complete
 from distgraph.passes.pass_pipeline import pipeline, run_passes
 from distgraph.passes.redistribution.planner import latency_price
 from distgraph.passes.split_tasks import phases
+from distgraph.passes.task_splitting.split_user_tasks import split_user_tasks
 from distgraph.resources.mesh_communication import MeshCommunication
 from distgraph.runtime.forecast.forecast import forecast
 from distgraph.runtime.program.build import build
@@ -161,3 +163,31 @@ def test_a_forecast_with_buckets_is_no_slower() -> None:
         for passes in (PLAIN, ())
     ]
     assert seconds[1] <= seconds[0]
+
+
+TASKS = """graph @tasks
+  mesh m0 = (dp=2) ranks 0..1
+  %x : f64[4, 3] [dp, _] = input {name="x"} <z0:dp> data
+  %s : f64[3] [_] partial(dp) = reduce_sum(%x) {dims=(0,), keepdims=false} <i0:dp> backward task "up"
+  %t : f64[3] [_] partial(dp) = accumulate(%s) <partial dp:0> backward task "up"
+  %a : f64[3] [_] = comm.all_reduce(%t) {axes=("dp",), reduction="sum"} <> backward
+  %b : f64[3] [_] = negative(%a) <> ROLE task "up"
+  %n : f64[3] [_] partial(dp) = negative(%s) <partial dp:0> backward task "down"
+  %u : f64[3] [_] partial(dp) = accumulate(%n) <partial dp:0> backward task "down"
+  %c : f64[3] [_] = comm.all_reduce(%u) {axes=("dp",), reduction="sum"} <> backward
+  %d : f64[3] [_] = negative(%c) <> ROLE task "down"
+  output "b" = %b
+  output "d" = %d
+"""
+
+
+@pytest.mark.parametrize(("role", "messages"), [("optimize", [["a", "c"]]), ("backward", [["a"], ["c"]])])
+def test_gradients_of_tasks_share_a_message_unless_these_tasks_wait_for_it(
+    role: str, messages: list[list[str]]
+) -> None:
+    """An op of a backward task that reads its reduced gradient would wait for another backward task."""
+    graph = bucket_gradients(parse_graph(TASKS.replace("ROLE", role)))
+    verify(graph, "lowered")
+    reductions = (op for op in graph.ops if op.kind == "comm.all_reduce")
+    assert [[value.name for value in op.results] for op in reductions] == messages
+    assert {part.label for part in split_user_tasks(phases(graph)).tasks} >= {"up", "down"}

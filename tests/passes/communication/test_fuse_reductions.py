@@ -149,3 +149,37 @@ def test_several_gathered_tensors_have_a_dim_each() -> None:
     gathered = line.replace("all_reduce", "all_gather")
     with pytest.raises(GraphError, match="one all_gather of 2 tensors has as many dims but dims is None"):
         verify(parse_graph(text.replace(line, gathered)), "lowered")
+
+
+TASKS = """graph @tasks
+  mesh m0 = (dp=2) ranks 0..1
+  %x : f64[4] [dp] = input {name="x"} <z0:dp> data
+  %s : f64[] [] partial(dp) = reduce_sum(%x) {dims=(0,), keepdims=false} <i0:dp> forward
+  %t : f64[] [] partial(dp) = accumulate(%s) <partial dp:0> forward
+  %u : f64[] [] partial(dp) = negative(%t) <partial dp:0> optimize task "up"
+  %a : f64[] [] = comm.all_reduce(%u) {axes=("dp",), reduction="sum"} <> optimize
+  %v : f64[] [] = negative(%a) <> optimize task "READER"
+  %w : f64[] [] partial(dp) = negative(%t) <partial dp:0> optimize task "down"
+  %b : f64[] [] = comm.all_reduce(%w) {axes=("dp",), reduction="sum"} <> optimize
+  %c : f64[] [] partial(dp) = negative(%w) <partial dp:0> optimize task "down"
+  %d : f64[] [] = comm.all_reduce(%c) {axes=("dp",), reduction="sum"} <> optimize
+  %e : f64[] [] = add(%b, %d) <> optimize task "down"
+  output "v" = %v
+  output "e" = %e
+"""
+
+
+def test_reductions_for_which_tasks_wait_are_fused_inside_of_each_task() -> None:
+    graph = parse_graph(TASKS.replace("READER", "up"))
+    verify(graph, "lowered")
+    fused = fuse_reductions(graph)
+    verify(fused, "lowered")
+    assert [[value.name for value in op.results] for op in numbers(fused)] == [["a"], ["b", "d"]]
+
+
+def test_reductions_for_which_no_task_waits_are_fused_across_tasks() -> None:
+    text = TASKS.replace(' task "READER"', "")
+    outside = text.replace('add(%b, %d) <> optimize task "down"', "add(%b, %d) <> optimize")
+    fused = fuse_reductions(parse_graph(outside))
+    verify(fused, "lowered")
+    assert [[value.name for value in op.results] for op in numbers(fused)] == [["a", "b", "d"]]
