@@ -54,7 +54,7 @@ class ActionTable:
             for _ in range(1 + max((device for ids in devices.values() for device in ids), default=0))
         ]
         for task in graph.tasks:
-            if not self._is_compute(task):
+            if not _is_compute(task):
                 continue
             for micro in range(graph.micro_batches):
                 action = self._action(task.name, micro)
@@ -77,7 +77,7 @@ class ActionTable:
         whole_of: dict[str, str] = {}  # task -> the one that it is a part of, or itself
         for name in topological_order(graph):
             task = self._tasks[name]
-            if self._is_compute(task):
+            if _is_compute(task):
                 whole_of[name] = task.whole or name
                 wholes.setdefault((self._phase_of(name), task.stage), {})[whole_of[name]] = None
         groups = {key: [*names] for key, names in wholes.items()}
@@ -138,7 +138,7 @@ class ActionTable:
     def _check_names(self, graph: TaskGraph, policy: SchedulePolicy) -> None:
         """Refuse a table that names a task which the graph does not have in that place."""
         labels: dict[tuple[str, int, int], list[str]] = {}
-        for task in filter(self._is_compute, graph.tasks):
+        for task in filter(_is_compute, graph.tasks):
             place = (self._phase_of(task.name), task.stage, self._chunk[task.name])
             labels.setdefault(place, []).append(task.label)
         for phase, stage, chunk, name in sorted(self._named):
@@ -150,9 +150,6 @@ class ActionTable:
                     f"{stage}, which has no task of that name; its tasks are: {tasks}"
                 )
 
-    def _is_compute(self, task: Task) -> bool:
-        return task.per_micro and task.kind in _COMPUTE_KINDS
-
     def priority(self, name: str, micro: int) -> tuple[int, ...]:
         """Key of a request: the time of its action; tasks of no action come before or after all others."""
         action = self._action(name, micro)
@@ -162,7 +159,7 @@ class ActionTable:
     def allows(self, name: str, micro: int) -> bool:
         """Whether the task may start: all its devices have started the compute tasks of earlier actions."""
         task = self._tasks[name]
-        if not self._is_compute(task):
+        if not _is_compute(task):
             return True
         time = self._time[self._action(name, micro)]
         return all(self._order[device][self._next[device]] == time for device in self._devices[name])
@@ -170,12 +167,28 @@ class ActionTable:
     def started(self, name: str, micro: int) -> None:
         """Note that a task has started."""
         task = self._tasks[name]
-        if not self._is_compute(task):
+        if not _is_compute(task):
             return
         time = self._time[self._action(name, micro)]
         for device in self._devices[name]:
             self._left[device][time] -= 1
             self._next[device] += not self._left[device][time]
+
+
+def _is_compute(task: Task) -> bool:
+    """Whether a task waits for its turn in a table."""
+    return task.per_micro and task.kind in _COMPUTE_KINDS
+
+
+def stages_share_ranks(graph: TaskGraph) -> bool:
+    """Whether a rank has compute tasks of several stages, whose actions a table gives no common order."""
+    stage_of: dict[int, int] = {}
+    return any(
+        stage_of.setdefault(rank, task.stage) != task.stage
+        for task in graph.tasks
+        if _is_compute(task)
+        for rank in task.ranks
+    )
 
 
 def _folded_chunks(

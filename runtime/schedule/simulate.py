@@ -6,6 +6,7 @@
 messages over the same directed link follow one another (see `LinkQueues`).
 
 A policy is simulated by an event queue over the ranks; a recorded order is a longest path (`event_graph.py`).
+A table of actions says nothing of the order of two stages that share ranks; see `_order_of_shared_ranks`.
 Ranks that always run the same tasks are one resource here, which is exact and makes the cost independent of
 the size of a mesh. (A process-based simulation library did not fit: a device is not given to the first in a
 queue but to one of several requests, each of which needs several devices.)
@@ -26,12 +27,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from distgraph.errors import GraphError, RuntimeFault
 from distgraph.ir.gc_pause import collector_paused
 from distgraph.passes.analysis.link_contention import LinkQueues, LinkSeconds
 from distgraph.plan.pipeline_schedules import SchedulePolicy, schedule_policy
+from distgraph.runtime.schedule.action_table import stages_share_ranks
 from distgraph.runtime.schedule.actor import (
     Actor,
     BufferFreed,
@@ -123,7 +125,10 @@ def simulate(
     occupied = _occupied(graph, links or {})
     seconds = seconds_of(graph, durations)
     ends = seconds if last is None else {**seconds, **seconds_of(graph, {**seconds, **last})}
-    clock = _SimulatedClock(with_credits(graph, chosen), chosen, seconds, ends, order, delays, occupied)
+    limited = with_credits(graph, chosen)
+    if order is None and chosen.has_table and stages_share_ranks(graph):
+        order = _order_of_shared_ranks(limited, chosen, seconds, ends)
+    clock = _SimulatedClock(limited, chosen, seconds, ends, order, delays, occupied)
     if clock.order is not None:
         runs = order_times(clock.graph, clock.order, clock.devices, seconds, ends, delays, rings, occupied)
         if runs is not None:
@@ -136,6 +141,31 @@ def simulate(
             "give the senders more buffers"
         )
     return timeline
+
+
+def _order_of_shared_ranks(
+    graph: TaskGraph, policy: SchedulePolicy, seconds: Mapping[str, float], last: Mapping[str, float]
+) -> dict[int, list[tuple[str, int]]] | None:
+    """The order of a policy with a table on every rank, where stages share some of their ranks.
+
+    The step is simulated with each stage on a device that no other stage has. That starts every task behind
+    those it needs, and the actions of each stage in the order of the table. Ranks that follow this one
+    sequence never wait for each other in a circle, and each stage still follows its table.
+
+    Returns:
+        None if the table deadlocks even so; then it does on the shared ranks.
+    """
+    apart = replace(graph, tasks=tuple(replace(task, ranks=(task.stage,)) for task in graph.tasks))
+    try:
+        timeline = _SimulatedClock(apart, policy, seconds, last, None, {}, {}).run()
+    except RuntimeFault:
+        return None
+    ranks = {task.name: task.ranks for task in graph.tasks}
+    order: dict[int, list[tuple[str, int]]] = {rank: [] for rank in graph.ranks}
+    for run in timeline.intervals:
+        for rank in ranks[run.task]:
+            order[rank].append((run.task, run.micro))
+    return order
 
 
 def _delays(

@@ -171,6 +171,36 @@ def test_the_forecast_knows_the_smaller_bubble() -> None:
     assert max(seconds["zb-h1"], seconds["interleaved-1f1b"]) < 0.93 * seconds["1f1b"]
 
 
+SHARED = [ProcessMesh.grid(0, dp=2), ProcessMesh.grid(1, dp=2)]
+
+
+@pytest.mark.parametrize("policy", ["zb-h1", "zb-v", "interleaved-1f1b"])
+@pytest.mark.parametrize("stages", [[(0, 1), (1, 2)], [(0, 1, 2, 3), (1, 2)], [(0, 1), (1, 2), (2, 0)]])
+def test_stages_that_share_ranks_follow_their_tables(policy: str, stages: list[tuple[int, ...]]) -> None:
+    """With any number of micro-batches, so that a short last batch gets the verdict of the others."""
+    for m in range(1, 9):
+        graph = pipeline(stages, m, weight=policy != "interleaved-1f1b")
+        apart = pipeline([(stage,) for stage in range(len(stages))], m, weight=policy != "interleaved-1f1b")
+        shared, usual = schedule(graph, policy), schedule(apart, policy)
+        for stage, ranks in enumerate(stages):
+            for rank in ranks:
+                of_stage = [step for step in shared.order(rank) if f".s{stage}" in step[0]]
+                assert of_stage == list(usual.order(stage))
+
+
+@pytest.mark.parametrize(
+    ("meshes", "policy"),
+    [(SHARED, "zb-h1"), (SHARED, "zb-v"), ([*SHARED, SHARED[0]], "zb-v"), (SHARED * 2, "interleaved-1f1b")],
+)
+def test_training_on_stages_that_share_ranks(meshes: list[ProcessMesh], policy: str) -> None:
+    """Also with a short last batch, which has one micro-batch."""
+    trained, serial = engine(meshes, policy, 2), engine([], "1f1b", 2)
+    inputs, targets = tokens()
+    batch = (inputs[:5], targets[:5])
+    results = [each.fit(batch, batch_size=4, epochs=2, progress=False).losses for each in (trained, serial)]
+    assert results[0] == pytest.approx(results[1], rel=1e-6)
+
+
 def test_stages_with_different_numbers_of_chunks_are_refused() -> None:
     build = built([MESHES[0], MESHES[1], MESHES[0]], "1f1b")
     with pytest.raises(GraphError, match=r"2 forward tasks on stage 0 but 1 .* on stage 1; let the pipeline"):
