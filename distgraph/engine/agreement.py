@@ -1,16 +1,21 @@
 """Agreement of the processes of an MPI job: what a call of the engine is given, and whether it failed.
 
-*In:* facts about a call, such as the number of samples, on every process. *Out:* nothing, or an error.
+*In:* facts about a call, such as the number of samples, or arrays of which each process must be given the same,
+such as initial values of parameters. *Out:* nothing, or an error.
 *Invariant:* either every process raises an error or none does, so that they stay in the same calls.
 
 Processes that train with another seed, learning rate or number of samples would go on, each with numbers of
-its own, or wait for each other forever. Comparing costs one small message a call, none a step.
+its own, or wait for each other forever. Comparing costs one small message a call, none a step; arrays are
+compared by their checksums.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+from xxhash import xxh3_64_hexdigest
 
 from distgraph.engine.compile.fingerprint import fingerprint
 from distgraph.engine.executable import Compiled
@@ -43,14 +48,22 @@ def agree(call: str, engine: Engine, **facts: object) -> None:
         "epoch": engine.epoch,
         "sample": engine.position,
     }
-    compare(call, {**facts, **state})
+    compare(call, {name.replace("_", " "): fact for name, fact in facts.items()} | state)
 
 
-def agree_on_program(compiled: Compiled, seed: int, scalars: Mapping[str, Any]) -> None:
+def agree_on_program(
+    compiled: Compiled, seed: int, scalars: Mapping[str, Any], given: Mapping[str, np.ndarray]
+) -> None:
     """Compare the program that the processes are about to run for the first time. Collective.
 
+    Args:
+        compiled: the program.
+        seed: of the engine.
+        scalars: of the step, such as the learning rate.
+        given: name -> whole array from which a parameter or buffer starts.
+
     Raises:
-        RuntimeFault: on every process, where it, the seed or the scalars of the step differ.
+        RuntimeFault: on every process, where any of these differ.
     """
     if job_transport() is None:
         return
@@ -58,7 +71,52 @@ def agree_on_program(compiled: Compiled, seed: int, scalars: Mapping[str, Any]) 
     program = fingerprint(compiled.build.completed)[:16]
     ops = f"{len(compiled.build.completed.ops)} ops with fingerprint {program}"
     facts = {"batch size": compiled.request.size, "program": ops, "seed": seed, **numbers}
-    compare(f"the first run of the program to {compiled.mode}", facts)
+    call = f"the first run of the program to {compiled.mode}"
+    compare(call, facts)
+    agree_on_arrays(call, "initial values", given)
+
+
+def agree_on_call(call: str, what: str, arrays: Mapping[str, Any]) -> None:
+    """Enter a call that every process makes, and compare the arrays that they give. See `agree_on_arrays`."""
+    enter(call)
+    agree_on_arrays(call, what, arrays)
+
+
+def agree_on_arrays(call: str, what: str, arrays: Mapping[str, Any]) -> None:
+    """Compare the numbers of arrays of all processes. Collective.
+
+    Args:
+        call: its name.
+        what: text of what the arrays are, such as "initial values".
+        arrays: name -> array, which is the same for all; what is no array of numbers is not compared.
+
+    Raises:
+        RuntimeFault: on every process: names the first array that differs, or that not all have.
+    """
+    if job_transport() is None:
+        return
+    sums = {f"checksum of the {what} of {name}": _checksum(array) for name, array in arrays.items()}
+    if len(set(_shared(xxh3_64_hexdigest(repr(sorted(sums.items())).encode())))) > 1:
+        compare(call, sums)
+
+
+def _checksum(given: Any) -> str:
+    """XXH3 of the type, shape and numbers of an array."""
+    try:
+        array = np.ascontiguousarray(given)
+    except ValueError:  # rows of several lengths, which are refused later
+        return "absent"
+    if array.dtype == object:
+        return "absent"
+    return xxh3_64_hexdigest(f"{array.dtype}{array.shape}".encode() + array.tobytes())
+
+
+def _shared(fact: Any) -> list[Any]:
+    """The facts of all processes, in the order of their ranks. Collective."""
+    transport = job_transport()
+    assert transport is not None
+    everyone: list[Any] = transport.broadcast_object(transport.gather_objects(fact, 0), 0)
+    return everyone
 
 
 def compare(call: str, facts: Mapping[str, object]) -> None:
@@ -67,17 +125,16 @@ def compare(call: str, facts: Mapping[str, object]) -> None:
     Raises:
         RuntimeFault: on every process, where they differ.
     """
-    transport = job_transport()
-    if transport is None:
+    if job_transport() is None:
         return
-    own = {name: str(fact) for name, fact in facts.items()}
-    everyone = transport.broadcast_object(transport.gather_objects(own, 0), 0)
-    for name in own:
+    everyone = _shared({name: str(fact) for name, fact in facts.items()})
+    for name in dict.fromkeys(name for each in everyone for name in each):
+        first = everyone[0].get(name, "absent")
         for rank, other in enumerate(everyone):
-            if other.get(name) != everyone[0].get(name):
+            if other.get(name, "absent") != first:
                 raise RuntimeFault(
-                    f"{call}: {name.replace('_', ' ')} is {everyone[0].get(name)} on rank 0 but "
-                    f"{other.get(name)} on rank {rank}; give every rank the same"
+                    f"{call}: {name} is {first} on rank 0 but {other.get(name, 'absent')} on rank {rank}; "
+                    "give every rank the same"
                 )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from distgraph.engine.agreement import agree
+from distgraph.engine.agreement import agree, agree_on_call
 from distgraph.engine.callbacks import Callback, ProgressBar
 from distgraph.engine.callbacks.callback_events import watching
 from distgraph.engine.checkpoints.checkpoint_retention import Checkpoints
@@ -375,10 +375,10 @@ class Engine:
         """Set parameters and buffers of these names to whole arrays; optimiser states stay. Collective.
 
         Raises:
-            RuntimeFault: no program has been compiled yet.
+            RuntimeFault: no program has been compiled yet, or the processes give different arrays.
             GraphError: there is no tensor of a name, or it does not fit; then none is set.
         """
-        enter("engine.assign()")
+        agree_on_call("engine.assign()", "values", arrays)
         assign_tensors(self._session.ranks(), self.memory, self._session.expected(), arrays)
 
     @property

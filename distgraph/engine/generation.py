@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
+from distgraph.engine.agreement import agree_on_arrays, compare
 from distgraph.engine.compile.incremental_decoding import LAST, START
 from distgraph.engine.compile.training_spec import arguments
 from distgraph.engine.data import POSITION, Batch, whole
@@ -116,6 +117,7 @@ def generate(
 
     Raises:
         GraphError: as `Engine.generate`.
+        RuntimeFault: the processes give different arguments.
     """
     model = arguments(session.training_spec.model)
     if model is not None and len(model) != 1:
@@ -125,6 +127,8 @@ def generate(
         )
     check_argument("generate", "seed", seed, Annotated[int, Bounds(least=0)])
     rows = _prompts(prompts)
+    compare("engine.generate()", {"seed": seed, "limits": limits, "sampling": sampling})
+    agree_on_arrays("engine.generate()", "tokens", {f"prompt {n}": row for n, row in enumerate(rows)})
     lengths = np.array([len(row) for row in rows])
     ends = lengths + limits.max_new_tokens
     last = int(ends.max())

@@ -57,6 +57,7 @@ class Memory:
         self.devices: dict[int, Device] = {}
         self.damaged = ""
         self._blocks: dict[int, dict[str, Any]] = {}
+        self._compared: set[str] = set()  # names whose arrays were compared between processes
 
     @property
     def layouts(self) -> dict[str, DistAttr]:
@@ -83,6 +84,16 @@ class Memory:
                     f"earlier program; "
                     "shapes of parameters must not depend on the batch"
                 )
+
+    def given(self, graph: Graph) -> dict[str, np.ndarray]:
+        """Name -> array of every tensor of a program that starts from one, and of no program before."""
+        names = [
+            str(op.attrs["name"]) for op in graph.sources("param") if "given" in op.attrs.get("init", ())
+        ]
+        fresh = [name for name in names if name not in self._compared and self.reader is None]
+        self._compared.update(names)
+        values = {name: self.parameters[name].value for name in fresh if name in self.parameters}
+        return {name: value for name, value in values.items() if value is not None}
 
     def drop_caches(self) -> None:
         """Free the keys and values of generation."""

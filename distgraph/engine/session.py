@@ -336,7 +336,8 @@ class Session:
         world = self.ranks()
         if not compiled.ready:
             devices, mixed = self.memory.devices, self.is_mixed(compiled)
-            agree_on_program(compiled, self.memory.seed, scalars)
+            given = self.memory.given(compiled.build.completed)
+            agree_on_program(compiled, self.memory.seed, scalars, given)
             if compiled.mode == "train":
                 warn_redundant_ranks(compiled.build, world, planned=self.plan is not None)
             programs = run_together(world, compiled.partition)

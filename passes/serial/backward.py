@@ -68,6 +68,11 @@ def differentiate(
     return results
 
 
+def depends_on(trace: Trace, loss: Tensor, wrt: Sequence[Tensor]) -> bool:
+    """Whether a loss depends smoothly on any of some tensors, so that it may have a gradient."""
+    return loss.value.name in _reached(trace.ops, {tensor.value.name for tensor in wrt})
+
+
 def pull_back(
     trace: Trace, forward: Sequence[Op], seeds: Mapping[str, Tensor], sources: Sequence[Value]
 ) -> list[Tensor | None]:

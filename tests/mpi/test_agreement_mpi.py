@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 import distgraph as dg
-from distgraph import nn, optim
+from distgraph import nn, ops, optim
 from distgraph.engine import Engine
 from distgraph.errors import DistGraphError, GraphError, RuntimeFault
 from distgraph.ir.mesh import ProcessMesh
+from distgraph.models.gpt import GPT, GPTConfig
 from distgraph.runtime.launch.launch import current_transport
 from distgraph.runtime.transport.mpi import MpiTransport
 
@@ -39,6 +40,35 @@ def trained(rows: int = 40, *, lr: float = 0.1, seed: int = 0, loss: Any = None,
     return engine
 
 
+def started(last: int) -> Engine:
+    """Training from values that were assigned to a parameter."""
+    model = nn.Linear(6, 3)
+    model.weight.assign(np.full((6, 3), 0.5 + last, "f4"))
+    strategy = dg.Strategy(mesh=ProcessMesh.grid(dp=2), batch_axis="dp")
+    engine = dg.Engine(model, nn.CrossEntropy(), optim.SGD(lr=0.1), strategy=strategy)
+    engine.fit((X, Y), batch_size=10, progress=False)
+    return engine
+
+
+def stepped(last: int) -> Any:
+    """A step of a function, from a state."""
+
+    @dg.parallelize(method="data_parallel", devices=2)
+    def step(state: Any, batch: Any) -> Any:
+        loss, g = dg.value_and_grad(lambda w: ops.mean((batch @ w) ** 2))(state["w"])
+        return {"w": state["w"] - 0.1 * g}, {"loss": loss}
+
+    return step({"w": np.full((6, 3), 0.5 + last, "f4")}, X)
+
+
+def continued(last: int, prompt: int = 0, **options: Any) -> Any:
+    """Tokens behind a prompt."""
+    model = GPT(GPTConfig(hidden=8, layers=1, heads=2, vocabulary=7, sequence=6))
+    strategy = dg.Strategy(mesh=ProcessMesh.grid(dp=2), batch_axis="dp")
+    engine = dg.Engine(model, nn.CrossEntropy(), optim.SGD(lr=0.1), strategy=strategy)
+    return engine.generate([[1, 2 + last * prompt]], 2, temperature=1.0, **options)
+
+
 def halved(output: Any, target: Any) -> Any:
     return nn.CrossEntropy()(output, target) * 0.5
 
@@ -61,6 +91,21 @@ CASES: dict[str, tuple[Callable[[int], Any], str]] = {
         lambda last: trained().evaluate((X[: 10 + 10 * last], Y[: 10 + 10 * last])),
         r"engine.evaluate\(\): samples is 10 on rank 0 but 20",
     ),
+    "initial values": (started, "checksum of the initial values of weight is .* on rank 0 but .* on rank"),
+    "initial state": (stepped, "checksum of the initial values of w is .* on rank 0 but .* on rank"),
+    "assigned values": (
+        lambda last: trained().assign({"bias": np.full(3, float(last))}),
+        r"engine.assign\(\): checksum of the values of bias is",
+    ),
+    "assigned tensors": (
+        lambda last: trained().assign({"bias": np.zeros(3)} if last else {}),
+        r"checksum of the values of bias is absent on rank 0 but",
+    ),
+    "prompts": (
+        lambda last: continued(last, 1),
+        r"engine.generate\(\): checksum of the tokens of prompt 0 is .* on rank 0 but",
+    ),
+    "seeds of generation": (lambda last: continued(0, seed=last), "seed is 0 on rank 0 but 1 on rank"),
     "places of a checkpoint": (lambda last: trained().save(f"place-{last}"), "path is place-0 on rank 0 but"),
 }
 

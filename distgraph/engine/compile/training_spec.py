@@ -27,7 +27,7 @@ from distgraph.nn import Module, Parameter
 from distgraph.optim import Optimizer
 from distgraph.passes.pass_pipeline import run_passes
 from distgraph.passes.pass_registry import PassContext
-from distgraph.passes.serial.backward import differentiate
+from distgraph.passes.serial.backward import depends_on, differentiate
 from distgraph.plan.precision import MixedPrecision
 from distgraph.plan.strategy import STORED_ORIGIN, ZERO_ORIGIN, Strategy
 from distgraph.tracing.tensor import Tensor, emit_one
@@ -258,11 +258,12 @@ def arguments(model: Callable[..., Any]) -> tuple[str, ...] | None:
 def _gradients(trace: Trace, loss: Tensor, factor: Tensor | None) -> list[tuple[Tensor, Tensor]]:
     """(parameter, its gradient over the whole step) of every trainable parameter, times the factor."""
     sources = [op for op in trace.ops if op.kind == "param" and op.attrs.get("trainable", True)]
-    if not sources:
-        raise GraphError(
-            "model has no trainable parameter that the loss depends on; there is nothing to train"
-        )
     parameters = [Tensor(op.result, trace) for op in sources]
+    if not depends_on(trace, loss, parameters):
+        raise GraphError(
+            "model has no trainable parameter that the loss depends on; there is nothing to train. Numbers "
+            "have no gradient behind stop_gradient, integers, comparisons and NumPy arrays"
+        )
     pairs = []
     for op, parameter, gradient in zip(
         sources, parameters, differentiate(trace, loss, parameters, factor), strict=True

@@ -19,6 +19,7 @@ from distgraph.engine.functional.whole_batch import (
     samples_refusal,
 )
 from distgraph.errors import GraphError
+from distgraph.ir.dtypes import is_float, itemsize
 from distgraph.ir.graph import Graph
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import DistAttr
@@ -211,7 +212,9 @@ class StepSpec(TrainingSpec):
                     f"leaf {path} of the state is {tensor.value.type} but its new value is "
                     f"{value.value.type}; keep shapes"
                 )
-            value = value if value.dtype == tensor.dtype else value.astype(tensor.dtype)
+            if value.dtype != tensor.dtype:
+                _check_precision(path, tensor, value)
+                value = value.astype(tensor.dtype)
             trace.updates.append((tensor.value.name, value.value))
 
     def _keep_unread(self, trace: Trace, outputs: Mapping[str, Tensor]) -> None:
@@ -256,6 +259,16 @@ class StepSpec(TrainingSpec):
 
         self.program.metrics = map_leaves(label, metrics)
         return tensors
+
+
+def _check_precision(path: str, leaf: Tensor, new: Tensor) -> None:
+    """Raises GraphError where a new value of a leaf is rounded more than the leaf, or would be truncated."""
+    given = new.dtype
+    if is_float(given) and (not is_float(leaf.dtype) or itemsize(given) < itemsize(leaf.dtype)):
+        raise GraphError(
+            f"leaf {path} of the state is {leaf.value.type} but its new value is {new.value.type}; compute "
+            "it in that dtype, or convert it with .astype"
+        )
 
 
 def _unchanged(x: Tensor, like: Tensor) -> Tensor:

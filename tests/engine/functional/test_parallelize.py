@@ -340,3 +340,16 @@ def test_one_device_computes_serially(method: str) -> None:
     step = made(method=method, devices=1)
     assert step(start(), batches()[0])[1] == pytest.approx(step_in_numpy(start(), batches()[0], False)[1])
     step.close()
+
+
+@pytest.mark.parametrize(
+    ("leaf", "message"), [("f8", r"p of the state is f64\[3\] but .* is f32"), ("i8", "i64")]
+)
+def test_a_new_state_of_less_precision_is_refused(leaf: str, message: str) -> None:
+    @dg.parallelize(method="data_parallel", devices=1)
+    def step(state: Any, batch: Any) -> Any:
+        loss, g = dg.value_and_grad(lambda w: dg.ops.mean((batch @ w) ** 2))(state["w"])
+        return {"w": state["w"] - 0.1 * g, "p": state["p"].astype("f4") / 3.0}, {"loss": loss}
+
+    with pytest.raises(GraphError, match=f"{message}.*convert it with .astype"):
+        step({"w": np.ones((3, 2)), "p": np.ones(3, leaf)}, np.ones((4, 3)))
