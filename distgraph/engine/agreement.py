@@ -1,7 +1,7 @@
 """Agreement of the processes of an MPI job: what a call of the engine is given, and whether it failed.
 
-*In:* facts about a call, such as the number of samples, or arrays of which each process must be given the same,
-such as initial values of parameters. *Out:* nothing, or an error.
+*In:* facts about a call, such as the number of samples, or arrays that are the same for all, such as initial
+values of parameters. *Out:* nothing, or an error.
 *Invariant:* either every process raises an error or none does, so that they stay in the same calls.
 
 Processes that train with another seed, learning rate or number of samples would go on, each with numbers of

@@ -7,6 +7,7 @@ the other programs of the engine.
 
 from __future__ import annotations
 
+import difflib
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
@@ -110,6 +111,7 @@ def apply_plan(request: CompileRequest, plan: Plan) -> tuple[Graph, Graph]:
     serial = flatten(program)
     positions = OpPositions(serial, layers_by_first_ops(serial, [layer.first for layer in plan.layers]))
     decomposed = decompose_ops(serial, _decomposed_ops(plan, positions))
+    _check_names(decomposed, plan)
     graph, meshes = _place_ops(decomposed, plan, positions)
     completed = _assemble(graph, meshes, plan, positions)
     completed = restore(_with_annotations(serial, completed, plan))
@@ -267,6 +269,18 @@ def _assemble(graph: Graph, mesh_of: Mapping[str, ProcessMesh], plan: Plan, posi
             f"plan of {plan.program.name} has more ops than the program; make it anew with this distgraph"
         )
     return graph.with_ops(ops, attrs=attrs, algorithms=algorithms)
+
+
+def _check_names(graph: Graph, plan: Plan) -> None:
+    """Raises GraphError where a plan has an input, a parameter or a state that the program has not."""
+    names = {str(op.attrs["name"]) for op in graph.sources("input", "param", "state")}
+    for name, stored in plan.tensors.items():
+        if name not in names:
+            near = difflib.get_close_matches(name, names, 1)
+            raise GraphError(
+                f"plan of {plan.program.name} has {stored.kind} {name} but the program has not; "
+                + (f"{near[0]} is near" if near else "take it out, or make the plan anew")
+            )
 
 
 def _stored_attr(op: Op, plan: Plan, origin: Origin) -> DistAttr:

@@ -333,6 +333,10 @@ def test_annotations_that_agree_stay_and_others_are_refused() -> None:
             lambda p: replace(p, tensors={**p.tensors, "x": Stored("input", 0, ShardSpec.of(["dp"]))}),
             r"plan of Classifier: input x i32\[4, 6\]: spec \[dp\] has 1 dims but shape",
         ),
+        (
+            lambda p: replace(p, tensors={**p.tensors, "up.weigth": p.tensors["up.weight"]}),
+            "has param up.weigth but the program has not; up.weight is near",
+        ),
         (lambda p: with_line(p, "matmul", axes=(("q", ("dp",)),)), r"index q"),
         (lambda p: with_line(p, "matmul", axes=(("m", ("dp",)), ("n", ("dp",)))), r"dp"),
         (lambda p: with_line(p, "matmul", results=(ShardSpec.of([None]),)), r"spec \[_\] has 1 dims"),
