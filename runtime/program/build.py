@@ -13,6 +13,7 @@ from distgraph.passes.pass_registry import PASSES, PassContext
 from distgraph.passes.redistribution.planner import Price, wire_price
 from distgraph.passes.serial.loops.restore import restore
 from distgraph.passes.split_tasks import Parts
+from distgraph.passes.task_splitting.recomputation_tasks import recomputation_tasks
 from distgraph.plan.pipeline_schedules import schedule_policy
 from distgraph.runtime.program.actor_limits import actor_limits
 from distgraph.runtime.schedule.actor_group import ActorPlan, actor_plan
@@ -48,8 +49,9 @@ class Build:
     @cached_property
     def task_graph(self) -> TaskGraph:
         """The tasks as the scheduler sees them."""
+        again = recomputation_tasks(self.parts)
         tasks = tuple(
-            Task(p.name, p.kind, p.stage, p.mesh.members, p.per_micro, p.label, p.whole)
+            Task(p.name, p.kind, p.stage, p.mesh.members, p.per_micro, p.label, p.whole, p.name in again)
             for p in self.parts.tasks
         )
         edges = tuple(Edge(source, target) for source, target in self.parts.edges)

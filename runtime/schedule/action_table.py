@@ -1,7 +1,8 @@
 """Following an explicit table of actions: which compute task each device may start next.
 
 A device here is a group of ranks that run the same tasks, as in the simulated clock. Its actions are those of
-the table that it has compute tasks (forward or backward) for, in the order of their times.
+the table that it has compute tasks (forward or backward) for, in the order of their times. Tasks that only
+compute forward values again are none of them: tables do not name them, and they do not wait for their turn.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class ActionTable:
             for _ in range(1 + max((device for ids in devices.values() for device in ids), default=0))
         ]
         for task in graph.tasks:
-            if not _is_compute(task):
+            if not waits_for_turn(task):
                 continue
             for micro in range(graph.micro_batches):
                 action = self._action(task.name, micro)
@@ -77,7 +78,7 @@ class ActionTable:
         whole_of: dict[str, str] = {}  # task -> the one that it is a part of, or itself
         for name in topological_order(graph):
             task = self._tasks[name]
-            if _is_compute(task):
+            if waits_for_turn(task):
                 whole_of[name] = task.whole or name
                 wholes.setdefault((self._phase_of(name), task.stage), {})[whole_of[name]] = None
         groups = {key: [*names] for key, names in wholes.items()}
@@ -138,7 +139,7 @@ class ActionTable:
     def _check_names(self, graph: TaskGraph, policy: SchedulePolicy) -> None:
         """Refuse a table that names a task which the graph does not have in that place."""
         labels: dict[tuple[str, int, int], list[str]] = {}
-        for task in filter(_is_compute, graph.tasks):
+        for task in filter(waits_for_turn, graph.tasks):
             place = (self._phase_of(task.name), task.stage, self._chunk[task.name])
             labels.setdefault(place, []).append(task.label)
         for phase, stage, chunk, name in sorted(self._named):
@@ -159,7 +160,7 @@ class ActionTable:
     def allows(self, name: str, micro: int) -> bool:
         """Whether the task may start: all its devices have started the compute tasks of earlier actions."""
         task = self._tasks[name]
-        if not _is_compute(task):
+        if not waits_for_turn(task):
             return True
         time = self._time[self._action(name, micro)]
         return all(self._order[device][self._next[device]] == time for device in self._devices[name])
@@ -167,7 +168,7 @@ class ActionTable:
     def started(self, name: str, micro: int) -> None:
         """Note that a task has started."""
         task = self._tasks[name]
-        if not _is_compute(task):
+        if not waits_for_turn(task):
             return
         time = self._time[self._action(name, micro)]
         for device in self._devices[name]:
@@ -175,20 +176,9 @@ class ActionTable:
             self._next[device] += not self._left[device][time]
 
 
-def _is_compute(task: Task) -> bool:
-    """Whether a task waits for its turn in a table."""
-    return task.per_micro and task.kind in _COMPUTE_KINDS
-
-
-def stages_share_ranks(graph: TaskGraph) -> bool:
-    """Whether a rank has compute tasks of several stages, whose actions a table gives no common order."""
-    stage_of: dict[int, int] = {}
-    return any(
-        stage_of.setdefault(rank, task.stage) != task.stage
-        for task in graph.tasks
-        if _is_compute(task)
-        for rank in task.ranks
-    )
+def waits_for_turn(task: Task) -> bool:
+    """Whether a task waits for its turn in a table: not one that a table knows nothing of."""
+    return task.per_micro and task.kind in _COMPUTE_KINDS and not task.recomputes
 
 
 def _folded_chunks(
@@ -222,12 +212,34 @@ def _folded_chunks(
             chunks.update((name, number) for number, name in enumerate(names))
         elif phase == "backward":  # the last chunk first; the first ones may train nothing
             chunks.update((name, visits[stage] - 1 - number) for number, name in enumerate(names))
-    weights = {name for (phase, _), names in groups.items() if phase == "weight" for name in names}
-    for edge in graph.edges:  # from its backward part, and from the forward part of the same chunk
-        source, target = (whole_of.get(name, name) for name in (edge.source, edge.target))
-        if target in weights and source in chunks:
-            chunks[target] = chunks[source]
+    chunks |= _weight_chunks(graph, groups, whole_of, chunks)
     return {name: chunks.get(name, 0) for names in groups.values() for name in names}
+
+
+def _weight_chunks(
+    graph: TaskGraph,
+    groups: Mapping[tuple[str, int], Sequence[str]],
+    whole_of: Mapping[str, str],
+    chunks: Mapping[str, int],
+) -> dict[str, int]:
+    """Weight task without a chunk -> that of the backward task which it is a part of.
+
+    It reads from that task, or else from the forward part of its chunk. Backward parts before that may have
+    computed values again for it, and forward parts of earlier chunks may have values that its chunk uses.
+    """
+    phase_of = {name: phase for (phase, _), names in groups.items() if phase != "weight" for name in names}
+    read: dict[str, dict[str, list[int]]] = {
+        name: {"backward": [], "forward": [0]}
+        for (phase, _), names in groups.items()
+        if phase == "weight"
+        for name in names
+        if name not in chunks  # parts of a task that the user split count as that one
+    }
+    for edge in graph.edges:
+        source, target = (whole_of.get(name, name) for name in (edge.source, edge.target))
+        if target in read and source in chunks:
+            read[target][phase_of[source]].append(chunks[source])
+    return {name: min(of["backward"], default=max(of["forward"])) for name, of in read.items()}
 
 
 def _text(action: Action) -> str:

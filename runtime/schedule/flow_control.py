@@ -16,12 +16,15 @@ from distgraph.runtime.schedule.task import TaskGraph, barriers, phases
 def with_credits(graph: TaskGraph, policy: str | SchedulePolicy) -> TaskGraph:
     """The graph with the policy's credits as the buffer limit of every edge without a limit.
 
+    Under a policy with a table, tasks that compute forward values again have none: the tasks that need them
+    follow the table.
+
     Example:
         >>> from distgraph.runtime.schedule.task import pipeline
         >>> [edge.buffers for edge in with_credits(pipeline([(0,), (1,)], 4, optimize=False), "1f1b").edges]
         [2, 2, 1, 2]
     """
-    credits_of = schedule_policy(policy).credits
+    chosen = schedule_policy(policy)
     tasks = {task.name: task for task in graph.tasks}
     stages = graph.stages
     barriers_before = barriers(graph)
@@ -30,12 +33,14 @@ def with_credits(graph: TaskGraph, policy: str | SchedulePolicy) -> TaskGraph:
     for edge in graph.edges:
         source, target = tasks[edge.source], tasks[edge.target]
         per_micro = source.per_micro and target.per_micro
+        again = chosen.has_table and (source.recomputes or target.recomputes)
         if (
             edge.buffers is None
             and per_micro
+            and not again
             and barriers_before[edge.source] == barriers_before[edge.target]
         ):
             turns = phase[edge.source] == "forward" and phase[edge.target] == "backward"
-            edge = replace(edge, buffers=credits_of(source, target, stages, turns))
+            edge = replace(edge, buffers=chosen.credits(source, target, stages, turns))
         edges.append(edge)
     return replace(graph, edges=tuple(edges))

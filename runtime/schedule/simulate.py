@@ -6,7 +6,7 @@
 messages over the same directed link follow one another (see `LinkQueues`).
 
 A policy is simulated by an event queue over the ranks; a recorded order is a longest path (`event_graph.py`).
-A table of actions says nothing of the order of two stages that share ranks; see `_order_of_shared_ranks`.
+A table of actions says nothing of two stages that share ranks, nor of recomputation; see `table_order.py`.
 Ranks that always run the same tasks are one resource here, which is exact and makes the cost independent of
 the size of a mesh. (A process-based simulation library did not fit: a device is not given to the first in a
 queue but to one of several requests, each of which needs several devices.)
@@ -27,13 +27,12 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from distgraph.errors import GraphError, RuntimeFault
 from distgraph.ir.gc_pause import collector_paused
 from distgraph.passes.analysis.link_contention import LinkQueues, LinkSeconds
 from distgraph.plan.pipeline_schedules import SchedulePolicy, schedule_policy
-from distgraph.runtime.schedule.action_table import stages_share_ranks
 from distgraph.runtime.schedule.actor import (
     Actor,
     BufferFreed,
@@ -49,6 +48,7 @@ from distgraph.runtime.schedule.actor import (
 from distgraph.runtime.schedule.event_graph import order_times
 from distgraph.runtime.schedule.flow_control import with_credits
 from distgraph.runtime.schedule.request_order import RequestOrder
+from distgraph.runtime.schedule.table_order import needs_order, order_of_ranks, stages_apart
 from distgraph.runtime.schedule.task import Ring, TaskGraph, verify
 from distgraph.runtime.schedule.timeline import SAME_TIME, Interval, Timeline, symbols
 
@@ -126,8 +126,8 @@ def simulate(
     seconds = seconds_of(graph, durations)
     ends = seconds if last is None else {**seconds, **seconds_of(graph, {**seconds, **last})}
     limited = with_credits(graph, chosen)
-    if order is None and chosen.has_table and stages_share_ranks(graph):
-        order = _order_of_shared_ranks(limited, chosen, seconds, ends)
+    if order is None and chosen.has_table and needs_order(graph):
+        order = _table_order(limited, chosen, seconds, ends)
     clock = _SimulatedClock(limited, chosen, seconds, ends, order, delays, occupied)
     if clock.order is not None:
         runs = order_times(clock.graph, clock.order, clock.devices, seconds, ends, delays, rings, occupied)
@@ -143,29 +143,19 @@ def simulate(
     return timeline
 
 
-def _order_of_shared_ranks(
+def _table_order(
     graph: TaskGraph, policy: SchedulePolicy, seconds: Mapping[str, float], last: Mapping[str, float]
 ) -> dict[int, list[tuple[str, int]]] | None:
-    """The order of a policy with a table on every rank, where stages share some of their ranks.
-
-    The step is simulated with each stage on a device that no other stage has. That starts every task behind
-    those it needs, and the actions of each stage in the order of the table. Ranks that follow this one
-    sequence never wait for each other in a circle, and each stage still follows its table.
+    """The order of a policy with a table where the table alone does not give one; see `table_order.py`.
 
     Returns:
-        None if the table deadlocks even so; then it does on the shared ranks.
+        None if the table deadlocks on stages that share nothing; then it does on the graph.
     """
-    apart = replace(graph, tasks=tuple(replace(task, ranks=(task.stage,)) for task in graph.tasks))
     try:
-        timeline = _SimulatedClock(apart, policy, seconds, last, None, {}, {}).run()
+        timeline = _SimulatedClock(stages_apart(graph), policy, seconds, last, None, {}, {}).run()
     except RuntimeFault:
         return None
-    ranks = {task.name: task.ranks for task in graph.tasks}
-    order: dict[int, list[tuple[str, int]]] = {rank: [] for rank in graph.ranks}
-    for run in timeline.intervals:
-        for rank in ranks[run.task]:
-            order[rank].append((run.task, run.micro))
-    return order
+    return order_of_ranks(graph, timeline)
 
 
 def _delays(

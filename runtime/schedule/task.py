@@ -36,6 +36,7 @@ class Task:
         per_micro: True: once per micro-batch. False: once per step, and then its micro-batch is always 0.
         label: name of the user's task that it is; empty if it is none.
         whole: name of the task of which it is a part, where the user split that one; else empty.
+        recomputes: it computes forward values again for backward tasks, and no gradient.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Task:
     per_micro: bool
     label: str = ""
     whole: str = ""
+    recomputes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
