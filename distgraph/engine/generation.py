@@ -132,7 +132,7 @@ def generate(
     lengths = np.array([len(row) for row in rows])
     ends = lengths + limits.max_new_tokens
     last = int(ends.max())
-    positions, dtype = _positions(session, limits.length, last - 1)
+    positions, dtype = _positions(session, limits, last - 1)
     largest = max(int(row.max()) for row in rows)
     if largest > np.iinfo(dtype).max or min(int(row.min()) for row in rows) < 0:
         raise GraphError(
@@ -215,19 +215,29 @@ def _prompts(prompts: Any) -> list[np.ndarray]:
     return rows
 
 
-def _positions(session: Session, length: int | None, needed: int) -> tuple[int, np.dtype[Any]]:
-    """Positions of a sequence if not given, and dtype of tokens: those of the longest samples so far."""
+def _positions(session: Session, limits: Limits, needed: int) -> tuple[int, np.dtype[Any]]:
+    """Positions of a sequence if not given, and dtype of tokens: those of the longest samples so far.
+
+    Before there are samples, positions are those that the call needs, as far as the model has them.
+    """
+    most = getattr(session.training_spec.model, "most_positions", None)
+    if isinstance(most, int) and limits.length is not None and limits.length > most:
+        raise GraphError(
+            f"length is {limits.length} but the model has {most} positions; give length={most} or less"
+        )
     names = {f"{POSITION}0", *(arguments(session.training_spec.model) or ())}
-    limits = [
+    seen = [
         (shape[0], dtype)
         for mode, _, fields, _ in session.programs
         for name, (shape, dtype) in fields
         if mode != "generate" and name in names and len(shape) == 1
     ]
-    longest, dtype = max(limits, default=(needed, "i32"))
+    if isinstance(most, int):  # to start anew takes all positions, as after training
+        needed = most if limits.keep is not None else min(needed, most)
+    longest, dtype = max(seen, default=(needed, "i32"))
     if to_numpy(dtype).kind not in "iu":
         raise GraphError(
             f"model has been given samples of {dtype} but generation gives it token numbers; use a model "
             "that takes whole numbers"
         )
-    return length or longest, to_numpy(dtype)
+    return limits.length or longest, to_numpy(dtype)

@@ -118,6 +118,7 @@ class Graph:
             A backward contraction without an entry has that of the forward op that it is linked to.
         lost: layout preferences that completion had to drop, for `conflicts()`.
         layer_starts: names of the forward ops with which layers begin, where the user marked them.
+        unplaced_boundary: file:line of the first pipeline boundary behind ops of which none has a mesh.
         axis_attrs: value name -> layout by names of axes, where the user gave one without a mesh; empty after
             completion, when `attrs` has them.
         op_axes: op name -> axes that split its indices, where the user gave them; empty after completion.
@@ -133,6 +134,7 @@ class Graph:
     lost: tuple[Any, ...] = field(default=(), compare=False)
     algorithms: Mapping[str, MatmulAlgorithm] = field(default_factory=dict)
     layer_starts: tuple[str, ...] = field(default=(), compare=False)
+    unplaced_boundary: str = field(default="", compare=False)
     axis_attrs: Mapping[str, AxisAttr] = field(default_factory=dict, compare=False)
     op_axes: Mapping[str, OpAxes] = field(default_factory=dict, compare=False)
 

@@ -213,6 +213,11 @@ class Decoder(Stack):
             logits: Tensor = self.end.inner(y)
         return logits
 
+    @property
+    def most_positions(self) -> int | None:
+        """Positions of the longest sequence that the model takes, for generation; None for any length."""
+        return None if self.positions is None else self.positions.shape[0]
+
     @staticmethod
     def _places(table: Parameter, length: int) -> Any:
         table_length = table.shape[0]

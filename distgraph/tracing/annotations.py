@@ -476,6 +476,9 @@ def on(mesh: ProcessMesh | None) -> Iterator[None]:
 def pipeline_boundary(x: Any, mesh: ProcessMesh | EllipsisType | None = ...) -> Any:
     """Mark the boundary between two pipeline stages: later ops run on `mesh` unless annotated otherwise.
 
+    What comes before is to be placed too, by `on`, an annotation or `Strategy(mesh=..., batch_axis=...)`:
+    ops without a mesh run on that of their neighbours, so that a single mesh divides nothing.
+
     Without a mesh it marks the end of a layer: the layers of a plan, from which the search of mode "auto"
     makes pipeline stages, are then those between the marks. Other modes are not affected.
 
@@ -492,5 +495,5 @@ def pipeline_boundary(x: Any, mesh: ProcessMesh | EllipsisType | None = ...) -> 
     if isinstance(mesh, EllipsisType):
         trace.boundaries.append(len(trace.ops))
         return x
-    trace.placement = mesh
+    trace.begin_stage(mesh)
     return x

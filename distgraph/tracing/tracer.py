@@ -47,6 +47,7 @@ class Trace:
         self.tasks: dict[str, str] = {}  # op name -> its task
         self.placement: ProcessMesh | None = None
         self.placements: dict[str, ProcessMesh] = {}
+        self.unplaced_boundary = ""  # see `Graph`
         self.boundaries: list[int] = []  # numbers of ops before each border of layers
         self.algorithm: MatmulAlgorithm | None = None
         self.weight_layout: DistAttr | None = None
@@ -114,6 +115,12 @@ class Trace:
         """Ops emitted inside carry this role and this scope (appended to the present one)."""
         inner = f"{self.scope}.{scope}" if self.scope and scope else scope or self.scope
         return self._setting(role=role or self.role, scope=inner)
+
+    def begin_stage(self, mesh: ProcessMesh) -> None:
+        """Compute later forward ops on `mesh`."""
+        if not (self.attrs or self.placements) and any(op.kind not in SOURCES for op in self.ops):
+            self.unplaced_boundary = self.unplaced_boundary or caller()
+        self.placement = mesh
 
     def on_behalf_of(
         self, link: str, scope: str, where: str, task: str | None = None
@@ -356,6 +363,7 @@ class Trace:
             placements=dict(self.placements),
             algorithms=dict(self.algorithms),
             layer_starts=self._layer_starts(),
+            unplaced_boundary=self.unplaced_boundary,
             axis_attrs=dict(self.axis_attrs),
             op_axes=dict(self.op_axes),
         )

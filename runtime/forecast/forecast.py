@@ -151,14 +151,30 @@ class Forecast:
         """Bytes of the rank that needs most."""
         return max(memory.total for memory in self.memory.values())
 
+    @property
+    def _peak_text(self) -> str:
+        """The peak of the fullest rank with its interval, and the least of another one."""
+        least, most = (of(self.memory.values(), key=lambda each: each.total) for of in (min, max))
+        held = self.memory_interval
+        peak = f"{format_bytes(most.total)} ({format_bytes(held.low)} to {format_bytes(held.high)})"
+        if least.total == most.total:
+            return peak
+        return f"{peak} on rank {most.rank}, least {format_bytes(least.total)} on rank {least.rank}"
+
+    @property
+    def _kind(self) -> str:
+        """Which ranks are equal."""
+        if not self.exact:
+            return "ranks differ: the slowest corner of every mesh decides"
+        if len(self.memory) == 1:
+            return "all ranks equal"
+        return "ranks with the same tasks and device equal"
+
     def __str__(self) -> str:
-        kind = "all ranks equal" if self.exact else "ranks differ: the slowest corner of every mesh decides"
         runtime = "" if self.runtime is None else f" under {self.runtime.name}"
         head = f"step{runtime} {format_si(self.step_seconds, 's')} ({self.uncertain.interval})"
-        memory = self.memory_interval
-        size = f"{format_bytes(self.peak_memory)} ({format_bytes(memory.low)} to {format_bytes(memory.high)})"
         lines = [
-            f"{head}, bubble {self.bubble:.1%}, peak memory {size} ({kind})",
+            f"{head}, bubble {self.bubble:.1%}, peak memory {self._peak_text} ({self._kind})",
             f"intervals hold 80 % of measured steps: {self.errors}",
             f"{'task':<18}{'stage':>6}{'seconds':>12}{'last':>12}{'compute':>12}{'exposed':>12}",
         ]

@@ -182,6 +182,22 @@ def test_used_up_positions_are_refused_or_start_anew_from_the_last_tokens() -> N
     assert produced[LENGTH + 1 :] == anew[8:]
 
 
+def test_a_loaded_engine_has_the_positions_of_its_model(tmp_path: Any) -> None:
+    """Without samples: as after training where the positions are used up, else those that a call needs."""
+    engine = trained(gpt())
+    engine.save(tmp_path / "saved")
+    loaded = dg.Engine(gpt(), nn.CrossEntropy(), optim.Adam(lr=0.03))
+    loaded.load(tmp_path / "saved")
+    prompt, short = text(LENGTH - 2)[:1], text(5)[:1]
+    with pytest.raises(GraphError, match=r"take 31 positions but the model has 24; .* or give keep=N"):
+        loaded.generate(prompt, 10)
+    with pytest.raises(GraphError, match=r"length is 25 but the model has 24 positions; give length=24 or"):
+        loaded.generate(prompt, 10, length=LENGTH + 1)
+    for tokens, count in ((prompt, 10), (short, 30), (short, 2)):
+        assert lists(loaded.generate(tokens, count, keep=8)) == lists(engine.generate(tokens, count, keep=8))
+    assert lists(loaded.generate(short, 4)) == lists(engine.generate(short, 4))
+
+
 def test_sampling_follows_the_probabilities() -> None:
     logits = np.log(np.array([[0.5, 0.3, 0.15, 0.05]]))
     many = np.repeat(logits, 4000, 0)

@@ -1,5 +1,5 @@
-"""Warnings for training programs: of losses that micro-batches change, of annotations that compete for an
-axis, and of ranks that add nothing."""
+"""Warnings for programs: of losses that micro-batches change, of pipeline boundaries that divide nothing, of
+annotations that compete for an axis, and of ranks that add nothing."""
 
 from __future__ import annotations
 
@@ -55,6 +55,26 @@ def _growth_of_loss(request: CompileRequest) -> Growth | None:
     except Exception:  # noqa: BLE001 - the model may not evaluate, or not other sizes, which proves nothing
         return None
     return growths(small, large, factor, count).get(dict(small.outputs)["loss"].name)
+
+
+def warn_unplaced_boundary(request: CompileRequest, serial: Graph) -> None:
+    """Warn, on the process that prints, of a pipeline boundary that divides nothing.
+
+    What has no mesh runs on the mesh of its neighbours. Where the mesh of the boundary is the only one of the
+    program, this is what comes before the boundary too. Later programs of an engine have the layouts of the
+    first one, for which the warning was given.
+    """
+    meshes = {attr.mesh for attr in serial.attrs.values()} | set(serial.placements.values())
+    if not serial.unplaced_boundary or len(meshes) > 1 or request.layouts or not is_chief():
+        return
+    mesh = next(iter(meshes), "its mesh")
+    warnings.warn(
+        f"pipeline_boundary ({serial.unplaced_boundary}) begins a stage on {mesh} but nothing before it has "
+        f"a mesh, so that all runs on {mesh} as one stage; place what comes before it with "
+        f"dg.on(first_mesh), an annotation that names a mesh, or Strategy(mesh=first_mesh, batch_axis=...)",
+        UserWarning,
+        stacklevel=user_stack_level(),
+    )
 
 
 def warn_conflicts(completed: Graph) -> None:

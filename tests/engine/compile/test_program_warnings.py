@@ -62,6 +62,79 @@ def test_a_stage_over_which_nothing_is_split() -> None:
         engine.run(BATCH)
 
 
+class Divided(nn.Module):
+    """Layers with boundaries before those that have a mesh; `first` places what comes before them."""
+
+    def __init__(self, boundaries: dict[int, ProcessMesh], first: str = "", count: int = 3) -> None:
+        self.layers = [nn.Linear(6, 6) for _ in range(count)]
+        self.boundaries, self.first = boundaries, first
+        if first == "parameter":
+            dg.shard_tensor(self.layers[0].weight, ProcessMesh.grid(p=1), [None, None])
+
+    def forward(self, x: Any) -> Any:
+        if self.first == "input":
+            x = dg.shard_tensor(x, ProcessMesh.grid(p=1), [None, None])
+        for number, layer in enumerate(self.layers):
+            if number in self.boundaries:
+                x = dg.pipeline_boundary(x, self.boundaries[number])
+            with dg.on(ProcessMesh.grid(p=1) if (self.first, number) == ("on", 0) else None):
+                x = layer(x)
+        return x
+
+
+def divided(model: nn.Module, **strategy: Any) -> dg.Engine:
+    settings = dg.Strategy(micro_batches=2, **strategy)
+    return dg.Engine(model, nn.MeanSquaredError(), optim.SGD(lr=0.1), strategy=settings)
+
+
+@pytest.mark.parametrize("strategy", [{}, {"mesh": ProcessMesh.grid(p=1)}])
+def test_a_boundary_before_which_nothing_is_placed(strategy: dict[str, Any]) -> None:
+    x = np.ones((4, 6), "f4")
+    engine = divided(Divided({1: ProcessMesh.grid(1, p=1)}), **strategy)
+    with pytest.warns(
+        UserWarning, match=r"boundary \(test_program_warnings.py:\d+\) begins a stage"
+    ) as caught:
+        engine.prepare((x, x))
+    assert len(caught) == 1
+    assert "place what comes before it with dg.on(first_mesh)" in str(caught[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.run((x[:3], x[:3]))  # another program
+        engine.predict(x)
+
+
+LAST, FIRST = ProcessMesh.grid(1, p=1), ProcessMesh.grid(p=1)
+
+
+@pytest.mark.parametrize(
+    ("model", "strategy"),
+    [
+        (Divided({1: LAST}, "on"), {}),
+        (Divided({1: LAST}, "input"), {}),
+        (Divided({1: LAST}, "parameter"), {}),
+        (Divided({1: LAST}), {"mesh": FIRST, "batch_axis": "p"}),
+        (Divided({0: FIRST, 1: LAST}), {}),
+        (Divided({0: LAST, 2: FIRST}), {}),
+        (Divided({1: FIRST, 2: LAST}), {}),
+        (Divided({1: LAST, 2: FIRST}, "on"), {}),
+    ],
+)
+def test_a_boundary_that_divides(model: nn.Module, strategy: dict[str, Any]) -> None:
+    x = np.ones((4, 6), "f4")
+    engine = divided(model, **strategy)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.fit((x, x), batch_size=4, progress=False)
+    assert len(engine.plan.build.ranks) == 2
+
+
+def test_a_boundary_before_everything_places_the_program() -> None:
+    x = np.ones((4, 6), "f4")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        divided(Divided({0: FIRST})).prepare((x, x))
+
+
 MEANS = {
     "square": lambda o, t: ((o - t) ** 2).mean(),
     "sum": lambda o, t: ((o - t) ** 2).sum() / o.shape[0],

@@ -295,8 +295,12 @@ def test_what_the_report_says():
     found = forecast(build, machines(4))
     text = str(found)
     assert "forward.s0 -> forward.s1" in text
-    assert "all ranks equal" in text
+    assert "all ranks equal" not in text
+    assert "on rank 0, least " in text.splitlines()[0]
+    assert text.splitlines()[0].endswith(" on rank 2 (ranks with the same tasks and device equal)")
+    assert found.memory[0].total > found.memory[2].total
     assert "rank 2: " in text
+    assert "(all ranks equal)" in str(forecast(chain(12, [8, 6, 4], [grid(0, dp=2)] * 2, 3), machines(2)))
     assert 0 < found.bubble < 1
     assert sum(found.compute_seconds.values()) > 0
     assert out_of_memory(found, machines(4)) == ()
