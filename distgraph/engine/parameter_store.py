@@ -91,6 +91,15 @@ class Memory:
                 blocks.pop(name, None)
         self.caches.clear()
 
+    def check_present(self) -> None:
+        """Raises RuntimeFault when no program has been compiled, or the blocks are damaged."""
+        if not self.records:
+            lacks = "has no parameters yet"
+            if self.reader is not None:
+                lacks = "has loaded a checkpoint but no program is compiled yet that holds its parameters"
+            raise RuntimeFault(f"engine {lacks}; call prepare(batch), fit or predict first")
+        self.check_whole()
+
     def check_whole(self) -> None:
         """Raises RuntimeFault when the blocks are damaged."""
         if self.damaged:
@@ -184,7 +193,7 @@ def gather_tensors(world: World, memory: Memory, names: Iterable[str]) -> dict[s
     Raises:
         RuntimeFault: no program has been compiled yet.
     """
-    _require_records(memory)
+    memory.check_present()
     records = {name: memory.records[name] for name in names if name in memory.records}
     blocks = world.gather(
         {
@@ -208,7 +217,7 @@ def assign_tensors(world: World, memory: Memory, names: Iterable[str], arrays: M
         RuntimeFault: no program has been compiled yet.
         GraphError: there is no tensor of a name, or it has another shape or kind of numbers.
     """
-    _require_records(memory)
+    memory.check_present()
     stored = [name for name in names if name in memory.records]
     checked: dict[str, np.ndarray] = {}
     for name, given in arrays.items():
@@ -235,9 +244,3 @@ def _assign(memory: Memory, rank: int, arrays: Mapping[str, np.ndarray]) -> None
         if array is not None and rank in record.attr.mesh:
             index = record.attr.spec.slices(record.shape, record.attr.mesh, rank)
             memory.overwrite(name, rank, array[index])
-
-
-def _require_records(memory: Memory) -> None:
-    if not memory.records:
-        raise RuntimeFault("engine has no parameters yet; call fit, prepare or predict first")
-    memory.check_whole()
