@@ -206,7 +206,30 @@ def _check_dtype(name: str, array: Any) -> str:
     try:
         return short(array.dtype)
     except GraphError as error:
-        raise RuntimeFault(f"data field {name}: {error}; convert it with np.asarray(..., dtype)") from None
+        if isinstance(array.dtype, np.dtype):
+            message = f"data field {name}: {error}; convert it with np.asarray(..., dtype)"
+        else:
+            message = f"data field {name} {_foreign(array)}"
+        raise RuntimeFault(message) from None
+
+
+def _foreign(array: Any) -> str:
+    """What an array of another library is, such as a tensor of PyTorch, and how to make it one of NumPy."""
+    kind, dtype = type(array), str(array.dtype)
+    way = "np.asarray(..., dtype)"
+    if callable(getattr(array, "numpy", None)):
+        steps = (
+            ".detach()" * bool(getattr(array, "requires_grad", False)),
+            ".cpu()" * (getattr(getattr(array, "device", None), "type", "cpu") != "cpu"),
+            ".float()" * dtype.endswith("bfloat16"),  # NumPy has none
+            ".numpy()",
+        )
+        way = "".join(steps)
+    library = kind.__module__.partition(".")[0]
+    return (
+        f"is a {library}.{kind.__name__} of {dtype} but must be an array with a dtype of NumPy; convert it "
+        f"with {way}"
+    )
 
 
 def _fields(loaded: Any) -> Fields:

@@ -133,11 +133,7 @@ def generate(
     ends = lengths + limits.max_new_tokens
     last = int(ends.max())
     positions, dtype = _positions(session, limits, last - 1)
-    largest = max(int(row.max()) for row in rows)
-    if largest > np.iinfo(dtype).max or min(int(row.min()) for row in rows) < 0:
-        raise GraphError(
-            f"prompts have token numbers up to {largest} but the model takes 0 to {np.iinfo(dtype).max}"
-        )
+    _check_tokens(rows, dtype)
     limits.check(last - 1, positions)
     tokens = np.zeros((len(rows), last), dtype)
     for row, prompt in zip(tokens, rows, strict=True):
@@ -213,6 +209,19 @@ def _prompts(prompts: Any) -> list[np.ndarray]:
             "[[5, 1, 7], [5, 2]] or integers [b, n]"
         )
     return rows
+
+
+def _check_tokens(rows: list[np.ndarray], dtype: np.dtype[Any]) -> None:
+    """Raises GraphError where a token of a prompt is negative, or above what the dtype of tokens holds."""
+    smallest, largest = min(int(row.min()) for row in rows), max(int(row.max()) for row in rows)
+    bounds = f"the model takes 0 to {np.iinfo(dtype).max}"
+    if smallest < 0:
+        raise GraphError(
+            f"prompts have token numbers down to {smallest} but {bounds}; leave out tokens that fill up "
+            f"rows, as prompts may differ in length"
+        )
+    if largest > np.iinfo(dtype).max:
+        raise GraphError(f"prompts have token numbers up to {largest} but {bounds}; give one of these")
 
 
 def _positions(session: Session, limits: Limits, needed: int) -> tuple[int, np.dtype[Any]]:

@@ -87,9 +87,8 @@ class Memory:
 
     def given(self, graph: Graph) -> dict[str, np.ndarray]:
         """Name -> array of every tensor of a program that starts from one, and of no program before."""
-        names = [
-            str(op.attrs["name"]) for op in graph.sources("param") if "given" in op.attrs.get("init", ())
-        ]
+        sources = graph.sources("param", "state")
+        names = [str(op.attrs["name"]) for op in sources if "given" in op.attrs.get("init", ())]
         fresh = [name for name in names if name not in self._compared and self.reader is None]
         self._compared.update(names)
         values = {name: self.parameters[name].value for name in fresh if name in self.parameters}
@@ -101,6 +100,15 @@ class Memory:
             for name in self.caches:
                 blocks.pop(name, None)
         self.caches.clear()
+
+    def check_present(self) -> None:
+        """Raises RuntimeFault when no program has been compiled, or the blocks are damaged."""
+        if not self.records:
+            lacks = "has no parameters yet"
+            if self.reader is not None:
+                lacks = "has loaded a checkpoint but no program is compiled yet that holds its parameters"
+            raise RuntimeFault(f"engine {lacks}; call prepare(batch), fit or predict first")
+        self.check_whole()
 
     def check_whole(self) -> None:
         """Raises RuntimeFault when the blocks are damaged."""
@@ -195,7 +203,7 @@ def gather_tensors(world: World, memory: Memory, names: Iterable[str]) -> dict[s
     Raises:
         RuntimeFault: no program has been compiled yet.
     """
-    _require_records(memory)
+    memory.check_present()
     records = {name: memory.records[name] for name in names if name in memory.records}
     blocks = world.gather(
         {
@@ -219,7 +227,7 @@ def assign_tensors(world: World, memory: Memory, names: Iterable[str], arrays: M
         RuntimeFault: no program has been compiled yet.
         GraphError: there is no tensor of a name, or it has another shape or kind of numbers.
     """
-    _require_records(memory)
+    memory.check_present()
     stored = [name for name in names if name in memory.records]
     checked: dict[str, np.ndarray] = {}
     for name, given in arrays.items():
@@ -246,9 +254,3 @@ def _assign(memory: Memory, rank: int, arrays: Mapping[str, np.ndarray]) -> None
         if array is not None and rank in record.attr.mesh:
             index = record.attr.spec.slices(record.shape, record.attr.mesh, rank)
             memory.overwrite(name, rank, array[index])
-
-
-def _require_records(memory: Memory) -> None:
-    if not memory.records:
-        raise RuntimeFault("engine has no parameters yet; call fit, prepare or predict first")
-    memory.check_whole()

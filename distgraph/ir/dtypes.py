@@ -52,7 +52,8 @@ def short(dtype: Any) -> str:
             raise TypeError
         return _SHORT[np.dtype(dtype)]
     except (KeyError, TypeError, ValueError):
-        text = str(dtype) if isinstance(dtype, np.dtype) else shown(dtype)
+        is_dtype = type(dtype).__name__.lower().endswith("dtype")  # also of another library
+        text = str(dtype) if is_dtype else shown(dtype)
         raise GraphError(f"dtype {text} is not supported; use one of {', '.join(NAMES)}") from None
 
 

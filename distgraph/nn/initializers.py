@@ -19,13 +19,17 @@ from typing import Any
 import numpy as np
 
 from distgraph.errors import GraphError
-from distgraph.errors.arguments import is_number
+from distgraph.errors.arguments import is_number, shown
 from distgraph.ir.dtypes import to_numpy
 from distgraph.kernels.random import random_key, random_normal, random_uniform
 
 Init = tuple[Any, ...]
 
 _ARGUMENTS = {"normal": 1, "uniform": 1, "constant": 1, "zeros": 0, "ones": 0, "given": 0}
+_FORMS = {
+    "normal": '("normal", std)', "uniform": '("uniform", bound)', "constant": '("constant", value)',
+    "zeros": '("zeros",)', "ones": '("ones",)',
+}  # fmt: skip
 
 
 def check_init(init: Any) -> None:
@@ -34,11 +38,31 @@ def check_init(init: Any) -> None:
     if isinstance(init, (tuple, list)) and len(init) > 1 and init[0] == "like" and isinstance(init[1], str):
         rest = init[2:]
     if not _is_init(rest):
-        raise GraphError(
-            f'init is {init!r} but must be ("normal", std), ("uniform", bound), ("constant", value), '
-            '("zeros",), ("ones",) or ("given",), behind "like" and the name of a parameter to '
-            "start from its numbers"
+        raise GraphError(_malformed(init))
+
+
+def _malformed(init: Any) -> str:
+    """What is wrong with an initialisation, and how to write it."""
+    if not is_number(init) and hasattr(init, "shape") and hasattr(init, "dtype"):
+        return (
+            f"init is an array of shape {tuple(init.shape)} and dtype {init.dtype} but must name a "
+            f'distribution, such as ("normal", 0.02); give values with parameter.assign(array)'
         )
+    if is_number(init) and math.isfinite(init):
+        return f'init is {shown(init)} but must be a tuple; write ("constant", {shown(init)})'
+    if isinstance(init, str) and init in _FORMS:
+        return f"init is {init!r} but must be a tuple; write {_FORMS[init]}"
+    if isinstance(init, (tuple, list)) and init and isinstance(init[0], str):
+        if init[0] in _FORMS:
+            numbers = "one finite number after" if _ARGUMENTS[init[0]] else "nothing after"
+            return f"init is {shown(init)} but must have {numbers} {init[0]!r}; write {_FORMS[init[0]]}"
+        if init[0] == "like":
+            return (
+                f"init is {shown(init)} but must have the name of a parameter and its init after 'like'; "
+                'write ("like", "fc1.weight", "normal", 0.02)'
+            )
+    *forms, last = _FORMS.values()
+    return f"init is {shown(init)} but must be {', '.join(forms)} or {last}; choose one of these"
 
 
 def _is_init(init: Any) -> bool:

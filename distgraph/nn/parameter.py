@@ -36,7 +36,7 @@ class Parameter(TensorOperators):
         self,
         shape: Sequence[Size] | Size,
         dtype: Any = "f32",
-        init: Init = ("normal", 0.02),
+        init: Any = ("normal", 0.02),
         trainable: bool = True,
         annotation: DistAttr | AxisAttr | None = None,
     ) -> None:
@@ -44,7 +44,7 @@ class Parameter(TensorOperators):
         lengths = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)
         self.shape: tuple[int, ...] = tuple(int(n) for n in lengths)
         self.dtype = short(dtype)
-        self.init = init
+        self.init: Init = init
         self.trainable = trainable
         self.annotation = annotation
         self.name = ""
@@ -107,7 +107,7 @@ class Buffer(Parameter):
 
     kind = "state"
 
-    def __init__(self, shape: Sequence[Size] | Size, dtype: Any = "f32", init: Init = ("zeros",)) -> None:
+    def __init__(self, shape: Sequence[Size] | Size, dtype: Any = "f32", init: Any = ("zeros",)) -> None:
         super().__init__(shape, dtype, init, trainable=False)
 
     def _attrs(self) -> dict[str, Any]:

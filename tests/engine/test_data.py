@@ -13,6 +13,7 @@ import distgraph as dg
 from distgraph import ops
 from distgraph.engine.data import ArraySource, Batch, DataLoader, MapSource, as_source, order
 from distgraph.errors import GraphError, RuntimeFault
+from distgraph.ir.dtypes import short
 
 X = np.ones((4, 2))
 
@@ -131,6 +132,35 @@ def test_blocks_are_loaded_once() -> None:
 def test_refused(data: Any, message: str) -> None:
     with pytest.raises(RuntimeFault, match=message):
         as_source(data)
+
+
+class ForeignArray:
+    """As a tensor of PyTorch: its dtype is none of NumPy."""
+
+    def __init__(self, dtype: str, place: str = "cpu", requires_grad: bool = False) -> None:
+        kind = type("dtype", (), {"__repr__": lambda _: dtype, "__module__": "foreign"})
+        self.shape, self.dtype, self.requires_grad = (4, 2), kind(), requires_grad
+        self.device = type("device", (), {"type": place})()
+
+    def __getitem__(self, rows: Any) -> Any: ...
+
+    def numpy(self) -> Any: ...
+
+
+@pytest.mark.parametrize(
+    ("array", "dtype", "way"),
+    [
+        (ForeignArray("foreign.float64"), "foreign.float64", r"\.numpy\(\)"),
+        (ForeignArray("foreign.bfloat16"), "foreign.bfloat16", r"\.float\(\)\.numpy\(\)"),
+        (ForeignArray("f", "cuda", True), "f", r"\.detach\(\)\.cpu\(\)\.numpy\(\)"),
+    ],
+)
+def test_arrays_of_another_library_are_refused_with_the_way_out(array: Any, dtype: str, way: str) -> None:
+    message = rf"batch\.1 is a \w+\.ForeignArray of {dtype} but must be an array .*; convert it with {way}$"
+    with pytest.raises(RuntimeFault, match=message):
+        as_source((X, array))
+    with pytest.raises(GraphError, match=f"dtype {dtype} is not supported; use one of f64"):
+        short(array.dtype)
 
 
 def test_a_data_set_that_is_shorter_than_it_says() -> None:

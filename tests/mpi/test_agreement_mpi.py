@@ -50,15 +50,15 @@ def started(last: int) -> Engine:
     return engine
 
 
-def stepped(last: int) -> Any:
+def stepped(last: int, learned: int = 1) -> Any:
     """A step of a function, from a state."""
 
     @dg.parallelize(method="data_parallel", devices=2)
     def step(state: Any, batch: Any) -> Any:
         loss, g = dg.value_and_grad(lambda w: ops.mean((batch @ w) ** 2))(state["w"])
-        return {"w": state["w"] - 0.1 * g}, {"loss": loss}
+        return {"w": state["w"] - 0.1 * g, "n": state["n"] + 1}, {"loss": loss}
 
-    return step({"w": np.full((6, 3), 0.5 + last, "f4")}, X)
+    return step({"w": np.full((6, 3), 0.5 + last * learned, "f4"), "n": np.int64(last)}, X)
 
 
 def continued(last: int, prompt: int = 0, **options: Any) -> Any:
@@ -93,6 +93,10 @@ CASES: dict[str, tuple[Callable[[int], Any], str]] = {
     ),
     "initial values": (started, "checksum of the initial values of weight is .* on rank 0 but .* on rank"),
     "initial state": (stepped, "checksum of the initial values of w is .* on rank 0 but .* on rank"),
+    "initial state that is not learned": (
+        lambda last: stepped(last, 0),
+        "checksum of the initial values of n is .* on rank 0 but",
+    ),
     "assigned values": (
         lambda last: trained().assign({"bias": np.full(3, float(last))}),
         r"engine.assign\(\): checksum of the values of bias is",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -87,6 +88,21 @@ def test_an_engine_without_a_program_has_no_parameters() -> None:
         engine_of().parameters()
     with pytest.raises(RuntimeFault, match="engine has no parameters yet"):
         engine_of().assign({})
+
+
+def test_a_loaded_checkpoint_needs_a_program_before_its_parameters(tmp_path: Path, batch: Any) -> None:
+    first, second = engine_of(), engine_of()
+    first.run(batch)
+    first.save(tmp_path / "a")
+    second.load(tmp_path / "a")
+    message = r"engine has loaded a checkpoint but no program is compiled yet .*; call prepare\(batch\), fit"
+    for call in (second.parameters, lambda: second.assign({}), lambda: second.save(tmp_path / "b")):
+        with pytest.raises(RuntimeFault, match=message):
+            call()
+    second.prepare(batch)
+    second.save(tmp_path / "b")
+    for name, array in first.parameters().items():
+        np.testing.assert_array_equal(second.parameters()[name], array)
 
 
 @pytest.mark.parametrize(

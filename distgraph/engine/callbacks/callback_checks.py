@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,6 +41,29 @@ def check_place(who: str, path: str | Path, *, file: bool = False) -> None:
         raise RuntimeFault(
             f"{who}: {shown_path(path) or repr(str(path))} cannot be written: {fails}; choose another"
         )
+
+
+def check_hooks(callbacks: Sequence[Callback], base: type[Callback]) -> None:
+    """Check that public methods named as hooks are hooks, as others are never called.
+
+    Args:
+        callbacks: to be given to an engine.
+        base: class whose methods the engine calls.
+
+    Raises:
+        RuntimeFault: a method begins with `on_` but the base has none of its name.
+    """
+    hooks = [name for name in dir(base) if name.startswith("on_")]
+    for kind in dict.fromkeys(map(type, callbacks)):
+        for name in dir(kind):
+            method = getattr(kind, name, None) if name.startswith("on_") and name not in hooks else None
+            if callable(method) and not isinstance(method, type):
+                near = difflib.get_close_matches(name, hooks, 1)
+                way = f"rename it to {near[0]}" if near else "rename it to one of these"
+                raise RuntimeFault(
+                    f"callback {kind.__name__} has a method {name} but an engine calls only "
+                    f"{', '.join(hooks)}; {way}, or begin its name with _"
+                )
 
 
 def check_files(callbacks: Sequence[Callback]) -> None:

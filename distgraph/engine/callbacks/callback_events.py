@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from distgraph.engine.callbacks.callback import Callback
-from distgraph.engine.callbacks.callback_checks import check_files
+from distgraph.engine.callbacks.callback_checks import check_files, check_hooks
 
 if TYPE_CHECKING:
     from distgraph.engine.engine import Engine
@@ -20,6 +20,7 @@ def watching(engine: Engine, callbacks: Sequence[Callback], last_epoch: int) -> 
     Raises the error that ended training, or else the first error of a callback at the end. Errors of other
     callbacks are added to it as notes, so that none is hidden.
     """
+    check_hooks(callbacks, Callback)
     check_files(callbacks)
     begun: list[Callback] = []
     failure: BaseException | None = None

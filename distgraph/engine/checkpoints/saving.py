@@ -12,7 +12,6 @@ import distgraph
 from distgraph.engine.checkpoints.loading import blocks_of, unread_of
 from distgraph.engine.commands.interrupt import deferred
 from distgraph.engine.nonfinite import fault_of
-from distgraph.errors import RuntimeFault
 from distgraph.runtime.execute.checkpoint import CheckpointInProgress, SavedTensor, write_checkpoint
 from distgraph.runtime.execute.checkpoint.shards import Fault
 from distgraph.runtime.execute.checkpoint.writing import Block
@@ -46,9 +45,7 @@ def contents_of(engine: Engine, session: Session, loaded: Loaded | None) -> Cont
         RuntimeFault: there is nothing to save yet, or a step was interrupted in its update.
     """
     memory = session.memory
-    if not memory.records:
-        raise RuntimeFault("engine has no parameters yet; call fit, prepare or load before save")
-    memory.check_whole()
+    memory.check_present()
     tensors = {n: SavedTensor(r.kind, r.shape, r.dtype, r.attr) for n, r in memory.records.items()}
     unread = unread_of(loaded, memory.records, session.programs.values())
     tensors |= unread

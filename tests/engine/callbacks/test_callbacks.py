@@ -472,6 +472,18 @@ def test_numbers_that_no_epoch_measures_are_told_before_training(watch: Callback
     assert counts.steps == 0
 
 
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [("on_batch_ends", "rename it to on_batch_end, or"), ("on_x", "rename it to one of these, or")],
+)
+def test_a_method_that_is_no_hook_is_refused_before_training(name: str, way: str) -> None:
+    kind = type("Watch", (Counts,), {name: lambda self, *_: None, "_on_x": print, "on_disk": True})
+    counts, hooks = Counts(), "on_batch_end, on_epoch_begin, on_epoch_end, on_train_begin, on_train_end"
+    with pytest.raises(RuntimeFault, match=f"^callback Watch has a method {name} but .* {hooks}; {way}"):
+        engine().fit(data(8), batch_size=8, callbacks=[counts, kind()], progress=False)
+    assert counts.steps == 0
+
+
 def test_a_file_where_a_folder_is(tmp_path: Path) -> None:
     for callback in (CSVLogger, Timeline):
         with pytest.raises(RuntimeFault, match=f"{callback.__name__}: .* cannot be written: it is a folder"):
