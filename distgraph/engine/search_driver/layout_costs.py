@@ -31,7 +31,7 @@ from distgraph.engine.compile.op_positions import layers_by_first_ops
 from distgraph.engine.search_driver.layout_variants import LayoutQuery, Solutions, Variant, VariantKey
 from distgraph.engine.search_driver.search_space import Shape, devices_for, pools_of, shapes_of
 from distgraph.engine.search_driver.worker_pool import parallel_map
-from distgraph.errors import InfeasibleError
+from distgraph.errors import GraphError, InfeasibleError
 from distgraph.ir.gc_pause import collector_paused
 from distgraph.passes.search.inter_op.submesh_placement import Pool, SubMesh
 from distgraph.passes.search.intra_op.cost_model import CostModel
@@ -172,9 +172,18 @@ class LayoutCosts:
         if self.firsts is None:
             layers = cluster_layers(graph, self.constraints.layers)
             self.firsts = [names[0] for names in flat_layers(flat, [layer.ops for layer in layers])]
-        graph = flat
-        layers = layers_by_first_ops(graph, self.firsts)
-        return LayeredGraph(graph, layers, layering(graph, layers), recompute)
+        try:
+            layers = layers_by_first_ops(flat, self.firsts)
+        except GraphError as error:
+            if micro_batches == 1:
+                raise
+            size = self.request.size
+            raise GraphError(
+                f"model has other ops for {size // micro_batches} samples than for a batch of {size}, so no "
+                f"search compares plans of {micro_batches} micro-batches with others; give micro_batches=1 "
+                "or a larger batch, or write ops that do not depend on the number of samples"
+            ) from error
+        return LayeredGraph(flat, layers, layering(flat, layers), recompute)
 
     def all_layers(self, micro_batches: int) -> tuple[int, ...]:
         """Numbers of all layers."""
