@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from distgraph.errors import GraphError
 from distgraph.nn.parameter import Buffer, Parameter
+from distgraph.tracing.tensor import Tensor
 from distgraph.tracing.tracer import Trace
 
 _FAMILIAR = {  # name in other frameworks -> how it is done here
@@ -68,6 +69,19 @@ class Module:
             return self.forward(*args, **kwargs)
 
     if not TYPE_CHECKING:
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            """Raises GraphError where a tensor of a trace would take the place of a parameter or buffer."""
+            if isinstance(value, Tensor) and isinstance(held := vars(self).get(name), Parameter):
+                what = "buffer" if isinstance(held, Buffer) else "parameter"
+                way = f"call self.{name}.update(new), which stores it at the end of the step"
+                if what == "parameter":
+                    way = f"make it an nn.Buffer and {way}, or keep the tensor in a variable"
+                raise GraphError(
+                    f"{type(self).__name__}.{name} is a {what} of {held.dtype}{list(held.shape)} but is "
+                    f"assigned a computed tensor of {value.value.type}; {way}"
+                )
+            super().__setattr__(name, value)
 
         def __getattr__(self, name: str) -> Any:
             """Raises MissingPart, which is also an AttributeError, so that `hasattr` returns False."""

@@ -115,3 +115,19 @@ def test_a_loaded_checkpoint_needs_a_program_before_its_parameters(tmp_path: Pat
 def test_an_array_that_does_not_fit_a_parameter_is_refused(value: Any, message: str) -> None:
     with pytest.raises(GraphError, match=message):
         nn.Parameter((2, 3)).assign(value)
+
+
+@pytest.mark.parametrize(("kind", "message"), [(nn.Buffer, "is a buffer of"), (nn.Parameter, "an nn.Buffer")])
+def test_an_assignment_in_forward_is_no_update(kind: Any, message: str) -> None:
+    class Mean(nn.Module):
+        def __init__(self) -> None:
+            self.linear, self.mean = nn.Linear(3, 2), kind((2,))
+
+        def forward(self, x: Any) -> Any:
+            y = self.linear(x)
+            self.mean = 0.9 * self.mean + 0.1 * ops.mean(y, 0)
+            return y - self.mean
+
+    engine = dg.Engine(Mean(), nn.CrossEntropy(), optim.SGD(lr=0.1))
+    with pytest.raises(GraphError, match=rf"Mean.mean .*{message}.* call self.mean.update\(new\)"):
+        engine.run((np.ones((4, 3), "f4"), np.zeros(4, "i4")))
