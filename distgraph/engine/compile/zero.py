@@ -3,8 +3,8 @@
 The first completion says where every tensor is stored and which axes split the batch. Where a state (and at
 level 3 a parameter) is not split over these axes, they split one of its dims (see `shard_states`). Then the
 program is completed again with these annotations, the layouts of states that are split already, and those of
-all activations, so that it computes as before. What an earlier program of the engine has stored
-keeps its layout.
+all activations, so that it computes as before. What an earlier program of the engine has stored keeps its
+layout.
 
 Source: Rajbhandari et al., 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
 """
