@@ -45,21 +45,18 @@ class Growth:
 FIXED, OTHER = Growth("fixed"), Growth("other")
 
 
-def growths(small: Graph, large: Graph, factor: int, trusted: int = 0) -> Mapping[str, Growth]:
+def growths(small: Graph, large: Graph, factor: int) -> Mapping[str, Growth]:
     """Name of a value of the small graph -> how it depends on the samples.
 
     Args:
         small: forward part for some number of samples.
         large: the same for `factor` times as many.
         factor: from 2 up.
-        trusted: of so many ops at the beginning, results whose shape grows are taken for rows, and others
-            that depend on the samples in another way than as a sum for fixed.
     """
     growth_of: dict[str, Growth] = {}
     pairs = _pairs(small, large)
     if pairs is None:
         return {value.name: OTHER for op in small.ops for value in op.results}
-    models = {op.name for op in small.ops[:trusted]}
     for op, other in pairs:
         for value, wide in zip(op.operands, other.operands, strict=False):
             made, like = small.producers[value.name], large.producers[wide.name]
@@ -72,17 +69,7 @@ def growths(small: Graph, large: Graph, factor: int, trusted: int = 0) -> Mappin
                 growth_of[value.name] = _source(op, other, factor)
             else:
                 growth_of[value.name] = _result(op, other, growth_of)
-            if op.name in models and growth_of[value.name] == OTHER:
-                growth_of[value.name] = _trusted(value.shape, wide.shape)
     return growth_of
-
-
-def _trusted(before: tuple[int, ...], after: tuple[int, ...]) -> Growth:
-    """What a result is taken for by its shapes alone."""
-    dims = [d for d, (n, m) in enumerate(zip(before, after, strict=False)) if n != m]
-    if len(before) != len(after) or len(dims) > 1:
-        return OTHER
-    return Growth("rows", 0, dims[0]) if dims else FIXED
 
 
 def _pairs(small: Graph, large: Graph) -> list[tuple[Op, Op]] | None:

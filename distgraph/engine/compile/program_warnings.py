@@ -4,14 +4,16 @@ annotations that compete for an axis, and of ranks that add nothing."""
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 
 from distgraph.engine.compile.compile_request import CompileRequest
 from distgraph.engine.compile.training_spec import TrainingSpec
 from distgraph.ir.graph import Graph
 from distgraph.ir.mesh import ProcessMesh
-from distgraph.passes.analysis.accumulation import Growth, growths
+from distgraph.passes.analysis.accumulation import OTHER, Growth, growths
 from distgraph.passes.analysis.conflicts import conflicts
 from distgraph.passes.propagate_shardings import Lost
+from distgraph.passes.serial.dead_code_elimination import prune
 from distgraph.runtime.execute.process_group import World, is_chief
 from distgraph.runtime.program.build import Build
 from distgraph.tracing.tracer import user_stack_level
@@ -20,41 +22,54 @@ from distgraph.tracing.tracer import user_stack_level
 def warn_unaveraged_loss(request: CompileRequest) -> None:
     """Warn where the loss of a program in micro-batches is not recognised as a mean over the samples.
 
-    The losses of micro-batches are averaged, which gives that of the batch only for a mean. Losses of
-    distgraph are means. Of another loss the function is examined, see `growths`, not the model, which may
-    couple samples on purpose; only a sum that the model returns is recognised.
+    The losses of micro-batches are averaged, which gives that of the batch only for a mean of numbers each
+    of which depends on one sample. Model and loss function are examined, see `growths`, as they are in
+    evaluation, so that there is no warning for a batch norm, whose statistics are those of a micro-batch.
     """
     spec, parts = request.training_spec, request.micro_batches
-    home = str(getattr(spec.loss, "__module__", ""))
-    if request.mode != "train" or parts == 1 or type(spec) is not TrainingSpec or "distgraph." in home:
+    if request.mode != "train" or parts == 1 or type(spec) is not TrainingSpec:
         return
-    growth = _growth_of_loss(request)
-    if growth is None or not is_chief():
-        return
-    if growth.kind == "linear" and growth.power == 1:
-        what, way = "is a sum over the samples", "divide the loss by the number of samples"
-    elif growth.kind not in ("fixed", "linear") or growth.power != 0:
-        what = "is not recognised as a mean over the samples"
-        way = "unless it is one after all, take the mean of a number for each sample"
-    else:
-        return
-    warnings.warn(
-        f"loss {what} but micro_batches is {parts}, whose losses are averaged; {way}, or use micro_batches=1",
-        UserWarning,
-        stacklevel=user_stack_level(),
-    )
-
-
-def _growth_of_loss(request: CompileRequest) -> Growth | None:
-    """How the loss depends on the number of samples; None where it cannot be traced for others."""
-    spec, parts = request.training_spec, request.micro_batches
     factor = next(n for n in range(2, parts + 1) if parts % n == 0)
     try:
         small, count = spec.trace_loss(request.blocks(parts))
         large, _ = spec.trace_loss(request.blocks(parts // factor))
     except Exception:  # noqa: BLE001 - the model may not evaluate, or not other sizes, which proves nothing
-        return None
-    return growths(small, large, factor, count).get(dict(small.outputs)["loss"].name)
+        return
+    message = _unaveraged(small, count, growths(small, large, factor), parts)
+    if message and is_chief():
+        warnings.warn(message, UserWarning, stacklevel=user_stack_level())
+
+
+def _unaveraged(small: Graph, count: int, growth_of: Mapping[str, Growth], parts: int) -> str:
+    """What makes a loss another number in micro-batches, and the way out; empty where nothing does.
+
+    Args:
+        small: the loss of a micro-batch.
+        count: ops of the model, which come first.
+        growth_of: how each value depends on the samples.
+        parts: number of micro-batches.
+    """
+    growth = growth_of[dict(small.outputs)["loss"].name]
+    if growth.kind in ("fixed", "linear") and growth.power == 0:
+        return ""
+    averaged = f"but micro_batches is {parts}, whose losses are averaged"
+    if growth.kind == "linear" and growth.power == 1:
+        return (
+            f"loss is a sum over the samples {averaged}; divide the loss by the number of samples, or use "
+            "micro_batches=1"
+        )
+    models = {op.name for op in small.ops[:count]}
+    first = next((op for op in prune(small).ops if any(growth_of[r.name] == OTHER for r in op.results)), None)
+    if first is not None and first.name in models:
+        return (
+            f"loss depends on {first.kind} ({first.source}) in the model, which is not recognised as "
+            f"computed from one sample alone, but micro_batches is {parts}, which divides the samples that "
+            "it combines; unless it combines none, use micro_batches=1"
+        )
+    return (
+        f"loss is not recognised as a mean over the samples {averaged}; unless it is one after all, take the "
+        "mean of a number for each sample, or use micro_batches=1"
+    )
 
 
 def warn_unplaced_boundary(request: CompileRequest, serial: Graph) -> None:

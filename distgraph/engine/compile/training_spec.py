@@ -111,6 +111,7 @@ class TrainingSpec:
             GraphError: as `trace`.
         """
         trace = Trace("evaluate")
+        trace.training = False
         with trace.activate():
             inputs = {
                 name: trace.source("input", name, shape, dtype) for name, (shape, dtype) in fields.items()

@@ -195,7 +195,7 @@ def test_a_loss_that_is_no_mean_is_named_in_micro_batches(name: str) -> None:
 
 
 def test_a_loss_may_read_and_clear_what_the_model_has_stored() -> None:
-    """The model couples samples on purpose, and returns rows; the loss adds a number of the model."""
+    """The loss adds a mean that the model stored."""
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -203,8 +203,8 @@ def test_a_loss_may_read_and_clear_what_the_model_has_stored() -> None:
 
         def forward(self, x: Any) -> Any:
             h = self.layer(x)
-            self.stored.append(ops.mean(h) ** 2)
-            return h - ops.mean(h, 0)
+            self.stored.append(ops.mean(h**2))
+            return h
 
     model = Model()
 
@@ -225,4 +225,55 @@ def test_a_sum_that_the_model_returns_is_named() -> None:
     strategy = dg.Strategy(micro_batches=2)
     engine = dg.Engine(model, lambda output, target: output, optim.SGD(lr=0.1), strategy=strategy)
     with pytest.warns(UserWarning, match="loss is a sum over the samples but micro_batches is 2"):
+        engine.run(BATCH)
+
+
+def among_samples(h: Any) -> Any:
+    """Each row against the other rows of the batch, as in a contrastive loss."""
+    scores = h @ ops.transpose(h, (1, 0))
+    return ops.mean(ops.cross_entropy(scores, np.arange(h.shape[0], dtype="i4")))
+
+
+COUPLED = {
+    "contrastive": (among_samples, "matmul"),
+    "number of samples": (lambda h: (h**2).mean() ** 0.5 * len(h), "power"),
+    "centred": (lambda h: ((h - h.mean(0)) ** 2).mean(), "subtract"),
+    "square of a mean": (lambda h: h.mean() ** 2, "power"),
+}
+
+
+@pytest.mark.parametrize("name", COUPLED)
+@pytest.mark.parametrize("returned", [True, False])
+def test_samples_that_the_model_combines_are_named_in_micro_batches(name: str, returned: bool) -> None:
+    """Whether the model returns the loss, or a value that a loss of distgraph reads."""
+    combine, kind = COUPLED[name]
+    layer = nn.Linear(6, 3)
+    model = nn.Sequential(layer, combine if returned else lambda h: h * combine(h))
+    loss = None if returned else lambda output, target: ((output - target) ** 2).mean()
+    engine = dg.Engine(model, loss, optim.SGD(lr=0.1), strategy=dg.Strategy(micro_batches=2))
+    with pytest.warns(UserWarning, match="loss depends on") as caught:
+        engine.run(BATCH if loss else BATCH[0])
+    (warning,) = caught
+    message = str(warning.message)
+    assert message.startswith(f"loss depends on {kind} (test_program_warnings.py:")
+    assert message.endswith(
+        " in the model, which is not recognised as computed from one sample alone, but micro_batches is 2, "
+        "which divides the samples that it combines; unless it combines none, use micro_batches=1"
+    )
+
+
+class Normalised(nn.Module):
+    """A model that returns its loss, with a batch norm and dropout."""
+
+    def __init__(self) -> None:
+        self.norm, self.drop, self.layer = nn.BatchNorm2d(6), nn.Dropout(0.5), nn.Linear(6, 3)
+
+    def forward(self, x: Any, y: Any) -> Any:
+        return ((self.layer(self.drop(self.norm(x))) - y) ** 2).mean()
+
+
+def test_a_batch_norm_needs_no_warning() -> None:
+    engine = dg.Engine(Normalised(), None, optim.SGD(lr=0.1), strategy=dg.Strategy(micro_batches=2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         engine.run(BATCH)
