@@ -12,11 +12,12 @@ from typing import Any
 
 from distgraph.errors import GraphError, ResourceError, RuntimeFault
 from distgraph.errors.arguments import is_integer, shown
-from distgraph.nn import Module
+from distgraph.nn import Buffer, Module, Parameter
 from distgraph.optim import Optimizer
 from distgraph.plan.plan import Plan
 from distgraph.plan.strategy import Strategy
 from distgraph.resources import Cluster
+from distgraph.tracing.tracer import Trace
 
 _ACCURACY = "lambda logits, labels: (logits.argmax(-1) == labels).astype('f32').mean()"
 _OTHERS = ("torch", "jax", "flax", "optax", "keras", "tensorflow")
@@ -79,6 +80,33 @@ def check_call(subject: str, function: Callable[..., Any], count: int) -> None:
             f"{subject} takes {signature} but is called with {count} arguments, the output of the model and "
             f"{count - 1} target{'s' if count != 2 else ''}; give it these arguments"
         ) from None
+
+
+def check_held(model: Any, held: Mapping[str, Parameter], trace: Trace) -> None:
+    """Check that the attributes of a model, its loss and its metrics lead to what their program learns.
+
+    Any other parameter may be new whenever a program is traced, and a checkpoint with it cannot be loaded.
+
+    Args:
+        model: a function is not checked; nothing says what it holds.
+        held: parameters and buffers by name, as they were before the trace.
+        trace: of the program.
+
+    Raises:
+        GraphError: the program uses another parameter or buffer.
+    """
+    identities = set(map(id, held.values()))
+    stray = next((p for p in trace.parameters.values() if id(p) not in identities), None)
+    if stray is None or not isinstance(model, Module):
+        return
+    op = next(op for op in trace.ops if op.kind == stray.kind and op.attrs["name"] == stray.name)
+    what = "buffer" if isinstance(stray, Buffer) else "parameter"
+    where = f"used at {op.source}" if op.source else "used"
+    raise GraphError(
+        f"{what} {stray.name} ({op.result.type}) is {where} but belongs to no attribute of "
+        f"{type(model).__name__} or of the modules that it holds, so that no checkpoint of it could be "
+        f"loaded; make layers in __init__ and keep them in attributes, each, or in a list, tuple or dict"
+    )
 
 
 def _check_model(model: Any) -> None:

@@ -75,13 +75,14 @@ class Parameter(TensorOperators):
         """The tensor of this parameter in a trace. Raises GraphError when another one has its name."""
         if not self.name:
             raise GraphError(
-                f"a parameter of shape {self.shape} is used outside of a module; call its module instead"
+                f"a parameter of shape {self.shape} is used outside of a module; call its module, and "
+                "keep it in an attribute of that, or in a list, tuple or dict"
             )
         first = trace.parameters.setdefault(self.name, self)
         if first is not self:
             raise GraphError(
                 f"two parameters are named {self.name!r} in trace {trace.name!r}; make both modules "
-                "attributes of one module"
+                "attributes of one module, in its __init__"
             )
         tensor = trace.source(self.kind, self.name, self.shape, self.dtype, init=self.init, **self._attrs())
         if isinstance(self.annotation, AxisAttr):

@@ -18,12 +18,13 @@ import numpy as np
 from distgraph.engine.compile.loss_scaling import scale_factor, unscaled
 from distgraph.engine.compile.strategy_passes import strategy_pipeline
 from distgraph.engine.data import POSITION, Field
-from distgraph.engine.validation import check_call
+from distgraph.engine.validation import check_call, check_held
 from distgraph.errors import GraphError
 from distgraph.ir.dtypes import is_float
 from distgraph.ir.graph import Graph
 from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
 from distgraph.nn import Module, Parameter
+from distgraph.nn.module import name_tree
 from distgraph.optim import Optimizer
 from distgraph.passes.pass_pipeline import run_passes
 from distgraph.passes.pass_registry import PassContext
@@ -76,7 +77,7 @@ class TrainingSpec:
             GraphError: shapes or dtypes do not fit; the mode needs a loss or an optimiser that is missing.
         """
         self._check(mode)
-        trace = Trace(mode)
+        trace, held = Trace(mode), self.held_tensors()
         trace.training = mode == "train"
         with trace.activate():
             names = self.names(tuple(fields), mode)
@@ -89,6 +90,7 @@ class TrainingSpec:
             outputs = (
                 _labelled(output) if mode == "predict" else self._loss_and_metrics(trace, output, targets)
             )
+            check_held(self.model, held, trace)
             if mode == "train":
                 assert self.optimizer is not None
                 trace.recompute(recompute)
@@ -103,6 +105,19 @@ class TrainingSpec:
         if self.strategy.mode == "manual":
             _check_manual(graph)
         return graph
+
+    def held_tensors(self) -> dict[str, Parameter]:
+        """Name -> parameter or buffer that the attributes of the model, the loss and the metrics lead to.
+
+        The model is the root of the names, even if it is a part of a larger one. Nothing says what a function
+        holds.
+        """
+        if isinstance(self.model, Module):
+            name_tree(self.model)
+        modules = [
+            part for part in (self.model, self.loss, *self.metrics.values()) if isinstance(part, Module)
+        ]
+        return {tensor.name: tensor for module in modules for _, tensor in module.named_tensors()}
 
     def trace_loss(self, fields: Mapping[str, Field]) -> tuple[Graph, int]:
         """The loss of a micro-batch in evaluation, and the number of ops that come before the loss function.
