@@ -175,6 +175,19 @@ def test_a_data_set_that_is_shorter_than_it_says() -> None:
         source.load(np.array([1, 2]))
 
 
+@pytest.mark.parametrize(("length", "reason"), [(2.5, "'float' object cannot"), (-1, "should return >= 0")])
+def test_a_length_that_is_no_number_of_samples_is_refused(length: Any, reason: str) -> None:
+    class Half(ByOne):
+        def __len__(self) -> int:
+            return length  # type: ignore[no-any-return]
+
+    message = (
+        f"__len__ of data set Half gives no number of samples: .*{reason}.*; return an integer of at least"
+    )
+    with pytest.raises(RuntimeFault, match=message):
+        as_source(Half())
+
+
 def test_an_error_of_a_data_set_names_it_and_the_index() -> None:
     class Files(ByOne):
         def __getitem__(self, row: int) -> dict[str, Any]:
