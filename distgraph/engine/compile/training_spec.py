@@ -9,7 +9,7 @@ the loss.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from distgraph.engine.compile.strategy_passes import strategy_pipeline
 from distgraph.engine.data import POSITION, Field
 from distgraph.engine.validation import check_call, check_held
 from distgraph.errors import GraphError
+from distgraph.errors.arguments import shown
 from distgraph.ir.dtypes import is_float
 from distgraph.ir.graph import Graph
 from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
@@ -31,6 +32,7 @@ from distgraph.passes.pass_registry import PassContext
 from distgraph.passes.serial.backward import depends_on, differentiate
 from distgraph.plan.precision import MixedPrecision
 from distgraph.plan.strategy import STORED_ORIGIN, ZERO_ORIGIN, Strategy
+from distgraph.tracing.pytrees import leaves
 from distgraph.tracing.tensor import Tensor, emit_one
 from distgraph.tracing.tracer import Trace
 
@@ -88,7 +90,9 @@ class TrainingSpec:
             self._place_inputs(trace, inputs)
             output, targets = self._split(inputs, mode, _is_tuple(tuple(fields)))
             outputs = (
-                _labelled(output) if mode == "predict" else self._loss_and_metrics(trace, output, targets)
+                _labelled(trace, output)
+                if mode == "predict"
+                else self._loss_and_metrics(trace, output, targets)
             )
             check_held(self.model, held, trace)
             if mode == "train":
@@ -252,13 +256,33 @@ def _is_tuple(fields: Sequence[str]) -> bool:
     return list(fields) == [f"{POSITION}{i}" for i in range(len(fields))]
 
 
-def _labelled(output: Any) -> dict[str, Tensor]:
-    """The outputs of the model by name."""
-    if isinstance(output, Mapping):
-        return dict(output)
+def _labelled(trace: Trace, output: Any) -> dict[str, Tensor]:
+    """The outputs of the model by name; those in nested dicts, lists and tuples by path, such as "heads.0".
+
+    Raises:
+        GraphError: one of them is no tensor, there is none, or two have one name.
+    """
+    labelled: dict[str, Tensor] = {}
+    for name, leaf in _outputs(output):
+        if name in labelled:
+            raise GraphError(f"model returned two outputs named {name!r}; rename one")
+        if not (isinstance(leaf, (bool, int, float)) or (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))):
+            raise GraphError(
+                f"{name} of the model is {shown(leaf)} but must be a tensor, or a dict, list or tuple of "
+                f"them; leave it out"
+            )
+        labelled[name] = trace.tensor(leaf)
+    if not labelled:
+        raise GraphError(f"model returned {shown(output)} without a tensor but must return one or more")
+    return labelled
+
+
+def _outputs(output: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(output, (tuple, list)):
-        return {f"output{i}": tensor for i, tensor in enumerate(output)}
-    return {"output": output}
+        output = {f"output{i}": part for i, part in enumerate(output)}
+    for name, part in output.items() if isinstance(output, Mapping) else (("output", output),):
+        for path, leaf in leaves(part):
+            yield f"{name}.{path}" if path else name, leaf
 
 
 def arguments(model: Callable[..., Any]) -> tuple[str, ...] | None:
