@@ -114,7 +114,8 @@ def as_source(data: Any) -> Source:
     """Any data set as a `Source`.
 
     Raises:
-        RuntimeFault: it is an iterator or has no length, is empty, or its arrays differ in length.
+        RuntimeFault: it is an iterator or has no length that is a number of samples, is empty, or its
+            arrays differ in length.
     """
     if data is None:
         raise RuntimeFault(
@@ -136,9 +137,20 @@ def as_source(data: Any) -> Source:
             f"y), a dict of "
             "arrays, or an object with __len__ and __getitem__"
         )
-    if len(data) == 0:
+    if _length(data) == 0:
         raise RuntimeFault(f"data ({type(data).__name__}) is empty; there is nothing to do")
     return MapSource(data)
+
+
+def _length(data: Any) -> int:
+    """Number of samples of a data set. Raises RuntimeFault where that is no number of samples."""
+    try:
+        return len(data)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise RuntimeFault(
+            f"__len__ of data set {type(data).__name__} gives no number of samples: {error}; return an "
+            f"integer of at least 0"
+        ) from error
 
 
 def _check_items(data: Sequence[Any]) -> None:

@@ -247,7 +247,7 @@ class Engine:
             batch_size: samples at a time; 256, or all there are, by default.
 
         Returns:
-            an array, or a dict of arrays where the model returns several.
+            an array, or a dict of arrays where the model returns several; nested ones by path, as "heads.0".
         """
         source = as_source(x)
         agree("engine.predict()", self, samples=len(source), batch_size=batch_size or min(256, len(source)))

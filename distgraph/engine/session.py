@@ -121,10 +121,10 @@ class Session:
         self._layouts = {}
 
     def expected(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Shape and dtype of the parameters and buffers of the model, or of the programs of a function."""
-        model = self.training_spec.model
-        if isinstance(model, Module):
-            return {name: (p.shape, p.dtype) for name, p in model.named_tensors()}
+        """Shape and dtype of the parameters and buffers of model, loss and metrics, or of the programs of a
+        function."""
+        if isinstance(self.training_spec.model, Module):
+            return {name: (p.shape, p.dtype) for name, p in self.training_spec.held_tensors().items()}
         return {name: (r.shape, r.dtype) for name, r in self.memory.records.items() if r.kind == "param"}
 
     def _keep_caches(self, size: int, sequence: int) -> None:

@@ -1,4 +1,4 @@
-"""Checks of the arguments of an engine, at the call that gets them.
+"""Checks of the arguments of an engine, at the call that gets them, and of what a model does in a trace.
 
 Messages name the argument, so that a mistake does not become an exception inside of a library later.
 """
@@ -6,17 +6,24 @@ Messages name the argument, so that a mistake does not become an exception insid
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import random
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from distgraph.errors import GraphError, ResourceError, RuntimeFault
 from distgraph.errors.arguments import is_integer, shown
-from distgraph.nn import Module
+from distgraph.nn import Buffer, Module, Parameter
 from distgraph.optim import Optimizer
 from distgraph.plan.plan import Plan
 from distgraph.plan.strategy import Strategy
 from distgraph.resources import Cluster
+from distgraph.runtime.execute.process_group import is_chief
+from distgraph.tracing.tracer import Trace, user_stack_level
 
 _ACCURACY = "lambda logits, labels: (logits.argmax(-1) == labels).astype('f32').mean()"
 _OTHERS = ("torch", "jax", "flax", "optax", "keras", "tensorflow")
@@ -79,6 +86,65 @@ def check_call(subject: str, function: Callable[..., Any], count: int) -> None:
             f"{subject} takes {signature} but is called with {count} arguments, the output of the model and "
             f"{count - 1} target{'s' if count != 2 else ''}; give it these arguments"
         ) from None
+
+
+def check_held(model: Any, held: Mapping[str, Parameter], trace: Trace) -> None:
+    """Check that the attributes of a model, its loss and its metrics lead to what their program learns.
+
+    Any other parameter may be new whenever a program is traced, and a checkpoint with it cannot be loaded.
+
+    Args:
+        model: a function is not checked; nothing says what it holds.
+        held: parameters and buffers by name, as they were before the trace.
+        trace: of the program.
+
+    Raises:
+        GraphError: the program uses another parameter or buffer.
+    """
+    identities = set(map(id, held.values()))
+    stray = next((p for p in trace.parameters.values() if id(p) not in identities), None)
+    if stray is None or not isinstance(model, Module):
+        return
+    op = next(op for op in trace.ops if op.kind == stray.kind and op.attrs["name"] == stray.name)
+    what = "buffer" if isinstance(stray, Buffer) else "parameter"
+    where = f"used at {op.source}" if op.source else "used"
+    raise GraphError(
+        f"{what} {stray.name} ({op.result.type}) is {where} but no attribute of "
+        f"{type(model).__name__} or of the modules that it holds led to it before the call, so that no "
+        f"checkpoint of it could be loaded; make layers in __init__ and keep them in attributes, each, or in a list, tuple or dict"
+    )
+
+
+@contextmanager
+def constant_draws() -> Iterator[None]:
+    """Warn, on the process that prints, where the trace inside draws from a generator of the process.
+
+    It is no error: a model may choose its structure in this way, and another thread may draw meanwhile.
+    """
+    before = _generator_states()
+    yield
+    after = _generator_states()
+    drawn = " and ".join(name for name, state in before.items() if not _same(state, after[name]))
+    if drawn and is_chief():
+        warnings.warn(
+            f"{drawn} drew numbers while the program was traced, which makes them constants, the same in "
+            f"every step; use nn.Dropout, ops.random_uniform or ops.random_normal for new numbers in "
+            f"every step, or draw in __init__ what is to be drawn once",
+            UserWarning,
+            stacklevel=user_stack_level(),
+        )
+
+
+def _generator_states() -> dict[str, Any]:
+    """Module with a generator of the process -> state of that."""
+    of_numpy: Any = np.random.get_state(legacy=False)  # noqa: NPY002
+    return {"np.random": of_numpy, "the module random": random.getstate()}
+
+
+def _same(state: Any, other: Any) -> bool:
+    if isinstance(state, dict):
+        return all(_same(part, other.get(name)) for name, part in state.items())
+    return bool(np.array_equal(state, other)) if isinstance(state, np.ndarray) else bool(state == other)
 
 
 def _check_model(model: Any) -> None:

@@ -80,6 +80,9 @@ Share = Annotated[float, Bounds(least=0, most=1)]
 Rate = Annotated[float, Bounds(least=0, below=1)]
 """The share of something that is left out."""
 
+CHECKED_LATER = "checked by the function that is called"
+"""In `Annotated`: the function checks the argument itself, in words of its own."""
+
 
 def is_integer(number: object) -> bool:
     """Whether an object is a whole number of Python or NumPy, and no bool."""
@@ -287,7 +290,7 @@ def _check(hint: Any) -> Check:
         return _PLAIN[hint]
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
-        return _bounded(_check(parts[0]), parts[1:])
+        return _ANYTHING if CHECKED_LATER in parts else _bounded(_check(parts[0]), parts[1:])
     if origin in (typing.Union, types.UnionType):
         return _any_of([_check(part) for part in parts])
     if origin is typing.Literal:

@@ -14,18 +14,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from distgraph.errors import GraphError
-from distgraph.errors.arguments import is_number, shown
-from distgraph.ir.dtypes import to_numpy
+from distgraph.errors.arguments import CHECKED_LATER, is_number, shown
+from distgraph.ir.dtypes import is_float, to_numpy
 from distgraph.kernels.random import random_key, random_normal, random_uniform
 
-Init = tuple[Any, ...]
+Init = Annotated[tuple[Any, ...], CHECKED_LATER]
+"""An initialisation in one of the forms above; `check_init` checks it."""
 
 _ARGUMENTS = {"normal": 1, "uniform": 1, "constant": 1, "zeros": 0, "ones": 0, "given": 0}
+_LEAST = {"normal": 0.0, "uniform": 0.0}  # of the number of a distribution
 _FORMS = {
     "normal": '("normal", std)', "uniform": '("uniform", bound)', "constant": '("constant", value)',
     "zeros": '("zeros",)', "ones": '("ones",)',
@@ -39,6 +41,24 @@ def check_init(init: Any) -> None:
         rest = init[2:]
     if not _is_init(rest):
         raise GraphError(_malformed(init))
+
+
+def check_constant(init: Init, dtype: str) -> None:
+    """Raises GraphError when a dtype cannot hold the number with which a parameter is to be filled."""
+    if init[0] != "constant":
+        return
+    number, kind = init[1], to_numpy(dtype)
+    if is_float(dtype):
+        with np.errstate(over="ignore"):
+            fits = bool(np.isfinite(np.asarray(number, "f8").astype(kind)))
+    else:
+        least, most = (0, 1) if dtype == "bool" else (np.iinfo(kind).min, np.iinfo(kind).max)
+        fits = number == int(number) and least <= number <= most
+    if not fits:
+        raise GraphError(
+            f"init is {shown(init)} but the parameter is {dtype}, which cannot hold that number; give "
+            f"another number or dtype"
+        )
 
 
 def _malformed(init: Any) -> str:
@@ -55,6 +75,8 @@ def _malformed(init: Any) -> str:
     if isinstance(init, (tuple, list)) and init and isinstance(init[0], str):
         if init[0] in _FORMS:
             numbers = "one finite number after" if _ARGUMENTS[init[0]] else "nothing after"
+            if init[0] in _LEAST:
+                numbers = "one finite number of at least 0 after"
             return f"init is {shown(init)} but must have {numbers} {init[0]!r}; write {_FORMS[init[0]]}"
         if init[0] == "like":
             return (
@@ -68,8 +90,10 @@ def _malformed(init: Any) -> str:
 def _is_init(init: Any) -> bool:
     if not isinstance(init, (tuple, list)) or not init or not isinstance(init[0], str):
         return False
-    numbers = init[1:]
-    return _ARGUMENTS.get(init[0]) == len(numbers) and all(is_number(x) and math.isfinite(x) for x in numbers)
+    numbers, least = init[1:], _LEAST.get(init[0], -math.inf)
+    if _ARGUMENTS.get(init[0]) != len(numbers):
+        return False
+    return all(is_number(x) and math.isfinite(x) and x >= least for x in numbers)
 
 
 def materialize(

@@ -11,7 +11,7 @@ from distgraph.errors import GraphError
 from distgraph.errors.arguments import Size, array_of, checked_arguments
 from distgraph.ir.dtypes import short, to_numpy
 from distgraph.ir.sharding_spec import AxisAttr, DistAttr
-from distgraph.nn.initializers import Init, check_init
+from distgraph.nn.initializers import Init, check_constant, check_init
 from distgraph.tracing.tensor import Tensor, TensorOperators
 from distgraph.tracing.tracer import Trace
 
@@ -44,6 +44,7 @@ class Parameter(TensorOperators):
         lengths = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)
         self.shape: tuple[int, ...] = tuple(int(n) for n in lengths)
         self.dtype = short(dtype)
+        check_constant(init, self.dtype)
         self.init: Init = init
         self.trainable = trainable
         self.annotation = annotation
@@ -75,13 +76,14 @@ class Parameter(TensorOperators):
         """The tensor of this parameter in a trace. Raises GraphError when another one has its name."""
         if not self.name:
             raise GraphError(
-                f"a parameter of shape {self.shape} is used outside of a module; call its module instead"
+                f"a parameter of shape {self.shape} is used outside of a module; call its module, and "
+                "keep it in an attribute of that, or in a list, tuple or dict"
             )
         first = trace.parameters.setdefault(self.name, self)
         if first is not self:
             raise GraphError(
                 f"two parameters are named {self.name!r} in trace {trace.name!r}; make both modules "
-                "attributes of one module"
+                "attributes of one module, in its __init__"
             )
         tensor = trace.source(self.kind, self.name, self.shape, self.dtype, init=self.init, **self._attrs())
         if isinstance(self.annotation, AxisAttr):

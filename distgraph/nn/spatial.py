@@ -21,6 +21,15 @@ def _pair(value: int | Sequence[int]) -> tuple[int, int]:
     return (int(value),) * 2 if isinstance(value, (int, np.integer)) else (value[0], value[1])
 
 
+def _check_sides(layer: str, padding: Any) -> None:
+    """Raises GraphError where padding is a list that has not one entry for each of h and w."""
+    if not isinstance(padding, (int, np.integer)) and len(padding) != 2:
+        raise GraphError(
+            f"padding of {layer} is {shown(padding)} but images have 2 dims; give one number, (h, w), or a "
+            f"(low, high) pair for each of both"
+        )
+
+
 @checked_arguments()
 class Conv2d(Module):
     """Convolution. Parameters: weight [outputs, inputs / groups, h, w], bias [outputs].
@@ -45,6 +54,12 @@ class Conv2d(Module):
         init: Init | None = None,
         dtype: Any = "f32",
     ) -> None:
+        if inputs % groups or outputs % groups:
+            raise GraphError(
+                f"Conv2d has {inputs} inputs and {outputs} outputs but {groups} groups, which must divide "
+                f"both; change one of them"
+            )
+        _check_sides("Conv2d", padding)
         height, width = _pair(kernel)
         fan_in = inputs // groups * height * width
         self.weight = Parameter(
@@ -73,8 +88,9 @@ class _Pool2d(Module):
         stride: Count | tuple[Count, Count] | None = None,
         padding: Padding = 0,
     ) -> None:
+        _check_sides(type(self).__name__, padding)
         sides, lengths = pairs_of(padding, 2), _pair(window)
-        if any(max(side) >= length for side, length in zip(sides, lengths, strict=False)):
+        if any(max(side) >= length for side, length in zip(sides, lengths, strict=True)):
             raise GraphError(
                 f"padding of {type(self).__name__} is {shown(padding)} but windows are {lengths}; make it "
                 "shorter than a window"

@@ -84,6 +84,13 @@ def _infer_exact(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, s
     return [(shape, dtype)]
 
 
+def _infer_shifted(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
+    ((shape, dtype),) = _infer_exact(operands, attrs)
+    if dtype == "bool":
+        raise GraphError("operands are bool, which has one bit to shift; cast one to integers with .astype")
+    return [(shape, dtype)]
+
+
 def _infer_signed(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
     ((shape, dtype),) = _infer(operands, attrs)
     if dtype == "bool":
@@ -191,8 +198,8 @@ remainder = _binary("remainder")
 bitwise_and = _binary("bitwise_and", infer=_infer_exact)
 bitwise_or = _binary("bitwise_or", infer=_infer_exact)
 bitwise_xor = _binary("bitwise_xor", infer=_infer_exact)
-left_shift = _binary("left_shift", infer=_infer_exact)
-right_shift = _binary("right_shift", infer=_infer_exact)
+left_shift = _binary("left_shift", infer=_infer_shifted)
+right_shift = _binary("right_shift", infer=_infer_shifted)
 
 equal = _test("equal", arity=2)
 not_equal = _test("not_equal", arity=2)

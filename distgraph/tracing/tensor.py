@@ -91,6 +91,12 @@ class TensorOperators:
     def __rmod__(self, other: Any) -> Tensor:
         return _binary("remainder", other, self)
 
+    def __divmod__(self, other: Any) -> tuple[Tensor, Tensor]:
+        return self // other, self % other
+
+    def __rdivmod__(self, other: Any) -> tuple[Tensor, Tensor]:
+        return other // self, other % self
+
     def __pow__(self, other: Any) -> Tensor:
         return _binary("power", self, other)
 
@@ -100,11 +106,32 @@ class TensorOperators:
     def __and__(self, other: Any) -> Tensor:
         return _binary("bitwise_and", self, other)
 
+    def __rand__(self, other: Any) -> Tensor:
+        return _binary("bitwise_and", other, self)
+
     def __or__(self, other: Any) -> Tensor:
         return _binary("bitwise_or", self, other)
 
+    def __ror__(self, other: Any) -> Tensor:
+        return _binary("bitwise_or", other, self)
+
     def __xor__(self, other: Any) -> Tensor:
         return _binary("bitwise_xor", self, other)
+
+    def __rxor__(self, other: Any) -> Tensor:
+        return _binary("bitwise_xor", other, self)
+
+    def __lshift__(self, other: Any) -> Tensor:
+        return _binary("left_shift", self, other)
+
+    def __rlshift__(self, other: Any) -> Tensor:
+        return _binary("left_shift", other, self)
+
+    def __rshift__(self, other: Any) -> Tensor:
+        return _binary("right_shift", self, other)
+
+    def __rrshift__(self, other: Any) -> Tensor:
+        return _binary("right_shift", other, self)
 
     def __invert__(self) -> Tensor:
         return emit_one("bitwise_not", self)

@@ -175,6 +175,19 @@ def test_a_data_set_that_is_shorter_than_it_says() -> None:
         source.load(np.array([1, 2]))
 
 
+@pytest.mark.parametrize(("length", "reason"), [(2.5, "'float' object cannot"), (-1, "should return >= 0")])
+def test_a_length_that_is_no_number_of_samples_is_refused(length: Any, reason: str) -> None:
+    class Half(ByOne):
+        def __len__(self) -> int:
+            return length  # type: ignore[no-any-return]
+
+    message = (
+        f"__len__ of data set Half gives no number of samples: .*{reason}.*; return an integer of at least"
+    )
+    with pytest.raises(RuntimeFault, match=message):
+        as_source(Half())
+
+
 def test_an_error_of_a_data_set_names_it_and_the_index() -> None:
     class Files(ByOne):
         def __getitem__(self, row: int) -> dict[str, Any]:
@@ -213,6 +226,35 @@ def test_sources_pass_through() -> None:
     assert as_source(source) is source
     assert isinstance(source, ArraySource)
     assert isinstance(as_source(ByOne()), MapSource)
+
+
+def test_nested_outputs_are_predicted_by_path() -> None:
+    x, mesh = np.random.default_rng(0).normal(size=(8, 6)), dg.ProcessMesh.grid(dp=2)
+    expected = {"heads.0": x + 1, "heads.1.low": x[:, :2], "y": 2 * x}
+    strategy = dg.Strategy(mesh=mesh, batch_axis="dp", micro_batches=2)
+    engine = dg.Engine(
+        lambda x: {"heads": [x + 1, {"low": x[:, :2]}], "y": 2 * x, "none": None}, strategy=strategy
+    )
+    found = engine.predict(x, batch_size=4)
+    engine.close()
+    assert list(found) == list(expected)
+    for name, array in expected.items():
+        np.testing.assert_array_equal(found[name], array)
+    assert list(dg.Engine(lambda x: (x, (x, [x]))).predict(x)) == ["output0", "output1.0", "output1.1.0"]
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        (lambda x: {"x": x, "names": {"a": "text"}}, "names.a of the model is 'text' but must be a tensor"),
+        (lambda x: {x}, "output of the model is a set but must be a tensor"),
+        (lambda x: {"a.b": x, "a": {"b": x}}, "model returned two outputs named 'a.b'; rename one"),
+        (lambda x: {"a": [None]}, "model returned a dict without a tensor but must return one or more"),
+    ],
+)
+def test_outputs_that_are_no_tensors_are_refused(output: Any, message: str) -> None:
+    with pytest.raises(GraphError, match=message):
+        dg.Engine(output).predict(X)
 
 
 @pytest.mark.parametrize("micro", [1, 2])

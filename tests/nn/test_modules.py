@@ -177,29 +177,6 @@ def test_a_parameter_acts_as_a_tensor() -> None:
     np.testing.assert_allclose(found, [3 * 3 * 2 - 3 + np.sqrt(2)])
 
 
-@pytest.mark.parametrize("init", [("normal",), ("gauss", 1.0), (), ("zeros", 1)])
-def test_malformed_initial_values_are_refused(init: Any) -> None:
-    with pytest.raises(GraphError, match=r"init is .* but must"):
-        nn.Parameter((3,), init=init)
-
-
-@pytest.mark.parametrize(
-    ("init", "message"),
-    [
-        (np.ones((8, 4)), r"an array of shape \(8, 4\) and dtype float64 .*; .* parameter.assign"),
-        (3, r'3 but must be a tuple; write \("constant", 3\)$'),
-        ("zeros", r"'zeros' but must be a tuple; write \(.zeros.,\)$"),
-        (("normal", "x"), r"\('normal', 'x'\) but must have one finite number .*; write \(.normal., std\)$"),
-        (("ones", 1.0), r"\('ones', 1.0\) but must have nothing after 'ones'; write \(.ones.,\)$"),
-        (("like", "w"), r"\('like', 'w'\) but must have the name of a parameter and its init after 'like'; "),
-        (("gauss", 1.0), r'.* but must be \("normal", std\), .*\("zeros",\) or \("ones",\); choose'),
-    ],
-)
-def test_malformed_initial_values_are_explained(init: Any, message: str) -> None:
-    with pytest.raises(GraphError, match=f"^init is {message}"):
-        nn.Parameter((8, 4), init=init)
-
-
 def test_a_module_that_defines_call_instead_of_forward_is_refused() -> None:
     with pytest.raises(GraphError, match=r"^Called defines __call__, .* define forward instead"):
         type("Called", (nn.Module,), {"__call__": lambda self, x: x})

@@ -131,3 +131,74 @@ def test_an_assignment_in_forward_is_no_update(kind: Any, message: str) -> None:
     engine = dg.Engine(Mean(), nn.CrossEntropy(), optim.SGD(lr=0.1))
     with pytest.raises(GraphError, match=rf"Mean.mean .*{message}.* call self.mean.update\(new\)"):
         engine.run((np.ones((4, 3), "f4"), np.zeros(4, "i4")))
+
+
+class Strays(nn.Module):
+    """A model with a layer in its attribute, and another one that its attributes do not lead to."""
+
+    def __init__(self, way: str) -> None:
+        self.first, self.way = nn.Linear(3, 2), way
+        if way == "set":
+            self.others = {nn.Linear(2, 2)}
+        if way == "closure":
+            layer = nn.Linear(2, 2)
+            self.others = lambda x: layer(x) * 1.0
+
+    def forward(self, x: Any) -> Any:
+        x = self.first(x)
+        if self.way == "set":
+            return next(iter(self.others))(x)
+        if self.way == "closure":
+            return self.others(x)
+        layer = nn.Linear(2, 2)
+        if self.way == "attribute made in forward":
+            self.last = layer
+        return layer(x)
+
+
+@pytest.mark.parametrize("way", ["set", "closure", "made in forward", "attribute made in forward"])
+def test_a_layer_that_attributes_do_not_lead_to_is_refused(way: str, batch: Any) -> None:
+    engine = dg.Engine(Strays(way), nn.MeanSquaredError(), optim.SGD(lr=0.1))
+    message = (
+        r"parameter weight \(f32\[2, 2\]\) is used at test_parameter_arrays.py:\d+ but belongs to no "
+        r"attribute of Strays or .*; make layers in __init__ and keep them in attributes, each, or in a list"
+    )
+    for _ in range(2):
+        with pytest.raises(GraphError, match=message):
+            engine.prepare(batch)
+    with pytest.raises(GraphError, match=message):
+        engine.predict(batch[0])
+
+
+class Scaled(nn.Module):
+    """A loss with a parameter of its own."""
+
+    def __init__(self) -> None:
+        self.log_scale = nn.Parameter((), init=("zeros",))
+
+    def forward(self, output: Any, target: Any) -> Any:
+        return ops.mean((output - target) ** 2) * ops.exp(-self.log_scale) + self.log_scale
+
+
+def test_parameters_of_a_loss_are_in_checkpoints(batch: Any, tmp_path: Path) -> None:
+    engines = [dg.Engine(Model(), Scaled(), optim.SGD(lr=0.1), seed=seed) for seed in (0, 1)]
+    engines[0].run(batch)
+    engines[0].save(tmp_path)
+    engines[1].load(tmp_path)
+    assert engines[1].run(batch) == engines[0].run(batch)
+    assert "log_scale" in engines[1].parameters()
+
+
+def test_an_engine_of_a_part_of_a_model_names_parameters_from_the_part(batch: Any, tmp_path: Path) -> None:
+    whole = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    for _ in range(2):  # the names follow the engine that is used
+        engine = dg.Engine(whole, nn.MeanSquaredError(), optim.SGD(lr=0.1))
+        engine.run(batch)
+        part = dg.Engine(whole.steps[0], nn.MeanSquaredError(), optim.SGD(lr=0.1))
+        part.run(batch)
+        assert set(part.parameters()) == {"weight", "bias"}
+        assert set(engine.parameters()) == {
+            f"steps.{n}.{name}" for n in (0, 1) for name in ("weight", "bias")
+        }
+        part.save(tmp_path)
+        part.load(tmp_path)

@@ -259,3 +259,28 @@ def test_the_gradient_of_a_norm_of_zeros_is_zero() -> None:
 def test_types_without_bits_or_signs_are_refused(function: Callable[..., Any], message: str) -> None:
     with pytest.raises(GraphError, match=message):
         trace(function, X)
+
+
+OPERATORS: list[Callable[[Any], Any]] = [
+    lambda n: n << 2, lambda n: n >> 1, lambda n: 2 << n, lambda n: 100 >> n, lambda n: 6 & n,
+    lambda n: 6 | n, lambda n: 6 ^ n, lambda n: divmod(n, 3), lambda n: divmod(17, n + 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("function", OPERATORS)
+@pytest.mark.parametrize("dtype", ["i4", "u1"])
+def test_operators_of_integers(function: Callable[[Any], Any], dtype: str) -> None:
+    same(function, function, np.arange(6, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda x: x << 2, "operand of dtype f32 has no bits; cast it to integers"),
+        (lambda x: 2 >> x, "operand of dtype f32 has no bits; cast it to integers"),
+        (lambda x: (x > 0) << (x > 1), "operands are bool, which has one bit to shift; cast one to integers"),
+    ],
+)
+def test_types_that_are_not_shifted(function: Callable[[Any], Any], message: str) -> None:
+    with pytest.raises(GraphError, match=message):
+        trace(function, X)

@@ -12,7 +12,11 @@ from distgraph.engine.compile.compile_request import CompileRequest
 from distgraph.engine.compile.derived_programs import follow_plan, reference_of
 from distgraph.engine.compile.dump import dump_directory, dump_pass, dump_stage, write
 from distgraph.engine.compile.plan_apply import apply_plan, devices_of
-from distgraph.engine.compile.program_warnings import warn_unaveraged_loss, warn_unplaced_boundary
+from distgraph.engine.compile.program_warnings import (
+    warn_split_annotations,
+    warn_unaveraged_loss,
+    warn_unplaced_boundary,
+)
 from distgraph.engine.compile.rank_placement import needed_types, place_ranks
 from distgraph.engine.compile.recomputed_layers import recomputed_program
 from distgraph.engine.compile.strategy_passes import complete_with, strategy_pipeline
@@ -73,7 +77,9 @@ def complete_program(request: CompileRequest, reference: Graph | None = None) ->
         if request.mode == "generate" and strategy.split < SPLIT_PARAMETERS:
             strategy = replace(strategy, zero=None)  # its caches are no states of an optimiser
         warn_unplaced_boundary(request, serial)
-        return serial, complete_with(strategy, serial)
+        completed = complete_with(strategy, serial)
+        warn_split_annotations(request, serial, completed)
+        return serial, completed
     if request.planned:
         return apply_plan(request, plan)
     return follow_plan(request, reference or reference_of(request, plan), plan)

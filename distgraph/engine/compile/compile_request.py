@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from distgraph.engine.compile.incremental_decoding import incremental_program
 from distgraph.engine.compile.training_spec import TrainingSpec
 from distgraph.engine.data import Field
+from distgraph.engine.validation import constant_draws
 from distgraph.errors import GraphError
 from distgraph.ir.graph import Graph
 from distgraph.ir.sharding_spec import DistAttr
@@ -59,9 +60,11 @@ class CompileRequest:
         if self.mode == "generate":
             ((name, ((width,), dtype)),) = self.fields.items()
             fields = {name: ((self.size, self.sequence), dtype)}
-            whole = self.training_spec.trace("predict", fields, self.layouts)
+            with constant_draws():
+                whole = self.training_spec.trace("predict", fields, self.layouts)
             return incremental_program(whole, self.training_spec.names((name,), "predict")[name], width)
-        return self.training_spec.trace(self.mode, self.blocks(self.micro_batches), self.layouts)
+        with constant_draws():
+            return self.training_spec.trace(self.mode, self.blocks(self.micro_batches), self.layouts)
 
     def outputs_of(self, samples: int) -> dict[str, tuple[int, ...]]:
         """Label -> shape of the outputs for so many samples; empty where the model does not take as many."""

@@ -1,5 +1,5 @@
 """Warnings for programs: of losses that micro-batches change, of pipeline boundaries that divide nothing, of
-annotations that compete for an axis, and of ranks that add nothing."""
+annotations that compete for an axis or that ZeRO adds to, and of ranks that add nothing."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from distgraph.engine.compile.compile_request import CompileRequest
 from distgraph.engine.compile.training_spec import TrainingSpec
 from distgraph.ir.graph import Graph
 from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.sharding_spec import AxisAttr, DistAttr
 from distgraph.passes.analysis.accumulation import OTHER, Growth, growths
 from distgraph.passes.analysis.conflicts import conflicts
 from distgraph.passes.propagate_shardings import Lost
 from distgraph.passes.serial.dead_code_elimination import prune
+from distgraph.plan.strategy import ZERO_ORIGIN
 from distgraph.runtime.execute.process_group import World, is_chief
 from distgraph.runtime.program.build import Build
 from distgraph.tracing.tracer import user_stack_level
@@ -90,6 +92,36 @@ def warn_unplaced_boundary(request: CompileRequest, serial: Graph) -> None:
         UserWarning,
         stacklevel=user_stack_level(),
     )
+
+
+def warn_split_annotations(request: CompileRequest, serial: Graph, completed: Graph) -> None:
+    """Warn, on the process that prints, of parameters that are annotated as whole but that ZeRO splits.
+
+    ZeRO splits a tensor in addition to the axes of its annotation, which of a whole tensor are none. Where
+    all parameters are annotated, as `dg.models.annotate` does, this is what they are annotated for; where
+    others are not, the annotation may be meant as an exception. Later programs of an engine have the layouts
+    of the first one, for which the warning was given.
+    """
+    annotations: dict[str, DistAttr | AxisAttr] = {**serial.attrs, **serial.axis_attrs}
+    parameters = completed.sources("param")
+    if request.layouts or all(op.name in annotations for op in parameters) or not is_chief():
+        return
+    whole = [op for op in parameters if op.name in annotations and not annotations[op.name].spec.axes]
+    split = [
+        (op, annotations[op.name].origin)
+        for op in whole
+        if completed.attrs[op.name].origin.where.startswith(ZERO_ORIGIN)
+    ]
+    if split:
+        op, origin = split[0]
+        others = f" and {len(split) - 1} more" if len(split) > 1 else ""
+        warnings.warn(
+            f"zero of Strategy is {request.training_spec.strategy.split} but {op.attrs['name']}{others} "
+            f"({origin.where}) is annotated as whole: a rank stores a part of it, and gathers the rest for "
+            f"each use; leave the annotation out, or use zero=2, which keeps parameters whole",
+            UserWarning,
+            stacklevel=user_stack_level(),
+        )
 
 
 def warn_conflicts(completed: Graph) -> None:

@@ -9,7 +9,7 @@ the loss.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,18 +18,21 @@ import numpy as np
 from distgraph.engine.compile.loss_scaling import scale_factor, unscaled
 from distgraph.engine.compile.strategy_passes import strategy_pipeline
 from distgraph.engine.data import POSITION, Field
-from distgraph.engine.validation import check_call
+from distgraph.engine.validation import check_call, check_held
 from distgraph.errors import GraphError
+from distgraph.errors.arguments import shown
 from distgraph.ir.dtypes import is_float
 from distgraph.ir.graph import Graph
 from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
 from distgraph.nn import Module, Parameter
+from distgraph.nn.module import name_tree
 from distgraph.optim import Optimizer
 from distgraph.passes.pass_pipeline import run_passes
 from distgraph.passes.pass_registry import PassContext
 from distgraph.passes.serial.backward import depends_on, differentiate
 from distgraph.plan.precision import MixedPrecision
 from distgraph.plan.strategy import STORED_ORIGIN, ZERO_ORIGIN, Strategy
+from distgraph.tracing.pytrees import leaves
 from distgraph.tracing.tensor import Tensor, emit_one
 from distgraph.tracing.tracer import Trace
 
@@ -76,7 +79,7 @@ class TrainingSpec:
             GraphError: shapes or dtypes do not fit; the mode needs a loss or an optimiser that is missing.
         """
         self._check(mode)
-        trace = Trace(mode)
+        trace, held = Trace(mode), self.held_tensors()
         trace.training = mode == "train"
         with trace.activate():
             names = self.names(tuple(fields), mode)
@@ -87,8 +90,11 @@ class TrainingSpec:
             self._place_inputs(trace, inputs)
             output, targets = self._split(inputs, mode, _is_tuple(tuple(fields)))
             outputs = (
-                _labelled(output) if mode == "predict" else self._loss_and_metrics(trace, output, targets)
+                _labelled(trace, output)
+                if mode == "predict"
+                else self._loss_and_metrics(trace, output, targets)
             )
+            check_held(self.model, held, trace)
             if mode == "train":
                 assert self.optimizer is not None
                 trace.recompute(recompute)
@@ -103,6 +109,19 @@ class TrainingSpec:
         if self.strategy.mode == "manual":
             _check_manual(graph)
         return graph
+
+    def held_tensors(self) -> dict[str, Parameter]:
+        """Name -> parameter or buffer that the attributes of the model, the loss and the metrics lead to.
+
+        The model is the root of the names, even if it is a part of a larger one. Nothing says what a function
+        holds.
+        """
+        if isinstance(self.model, Module):
+            name_tree(self.model)
+        modules = [
+            part for part in (self.model, self.loss, *self.metrics.values()) if isinstance(part, Module)
+        ]
+        return {tensor.name: tensor for module in modules for _, tensor in module.named_tensors()}
 
     def trace_loss(self, fields: Mapping[str, Field]) -> tuple[Graph, int]:
         """The loss of a micro-batch in evaluation, and the number of ops that come before the loss function.
@@ -238,13 +257,33 @@ def _is_tuple(fields: Sequence[str]) -> bool:
     return list(fields) == [f"{POSITION}{i}" for i in range(len(fields))]
 
 
-def _labelled(output: Any) -> dict[str, Tensor]:
-    """The outputs of the model by name."""
-    if isinstance(output, Mapping):
-        return dict(output)
+def _labelled(trace: Trace, output: Any) -> dict[str, Tensor]:
+    """The outputs of the model by name; those in nested dicts, lists and tuples by path, such as "heads.0".
+
+    Raises:
+        GraphError: one of them is no tensor, there is none, or two have one name.
+    """
+    labelled: dict[str, Tensor] = {}
+    for name, leaf in _outputs(output):
+        if name in labelled:
+            raise GraphError(f"model returned two outputs named {name!r}; rename one")
+        if not (isinstance(leaf, (bool, int, float)) or (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))):
+            raise GraphError(
+                f"{name} of the model is {shown(leaf)} but must be a tensor, or a dict, list or tuple of "
+                f"them; leave it out"
+            )
+        labelled[name] = trace.tensor(leaf)
+    if not labelled:
+        raise GraphError(f"model returned {shown(output)} without a tensor but must return one or more")
+    return labelled
+
+
+def _outputs(output: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(output, (tuple, list)):
-        return {f"output{i}": tensor for i, tensor in enumerate(output)}
-    return {"output": output}
+        output = {f"output{i}": part for i, part in enumerate(output)}
+    for name, part in output.items() if isinstance(output, Mapping) else (("output", output),):
+        for path, leaf in leaves(part):
+            yield f"{name}.{path}" if path else name, leaf
 
 
 def arguments(model: Callable[..., Any]) -> tuple[str, ...] | None:

@@ -1,7 +1,9 @@
-"""Warnings for training programs: losses that micro-batches change, meshes over which nothing is split."""
+"""Warnings for training programs: losses that micro-batches change, meshes over which nothing is split,
+random numbers that become constants."""
 
 from __future__ import annotations
 
+import random
 import warnings
 from typing import Any
 
@@ -277,3 +279,44 @@ def test_a_batch_norm_needs_no_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         engine.run(BATCH)
+
+
+DRAWS: dict[str, Any] = {
+    "np.random": lambda h: h + np.random.rand(3).astype("f4"),  # noqa: NPY002
+    "the module random": lambda h: h * random.random(),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_random_numbers_that_become_constants_are_named(name: str) -> None:
+    model = nn.Sequential(nn.Linear(6, 3), DRAWS[name])
+    engine = dg.Engine(model, nn.MeanSquaredError(), optim.SGD(lr=0.1))
+    message = f"{name} drew numbers while the program was traced, .* use nn.Dropout, ops.random_uniform or"
+    with pytest.warns(UserWarning, match=message):
+        engine.run(BATCH)
+    with pytest.warns(UserWarning, match=message):
+        engine.predict(BATCH[0])
+
+    def loss(output: Any, target: Any) -> Any:
+        return nn.MeanSquaredError()(DRAWS[name](output), target)
+
+    with pytest.warns(UserWarning, match=message):
+        dg.Engine(nn.Linear(6, 3), loss, optim.SGD(lr=0.1)).run(BATCH)
+
+
+def test_random_numbers_of_every_step_and_of_init_are_not() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            self.layer, self.dropout = nn.Linear(6, 3), nn.Dropout(0.5)
+            self.shift = np.random.rand(3).astype("f4")  # noqa: NPY002
+
+        def forward(self, x: Any) -> Any:
+            h = self.dropout(self.layer(x)) + self.shift
+            return h + ops.random_normal(h.shape) + np.random.default_rng(0).normal(size=3).astype("f4")
+
+    engine = dg.Engine(Model(), nn.MeanSquaredError(), optim.Adam(lr=0.1))
+    np.random.rand(2)  # noqa: NPY002
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.run(BATCH)
+        engine.predict(BATCH[0])

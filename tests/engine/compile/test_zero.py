@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from contextlib import closing
 from typing import Any
 
@@ -24,6 +26,7 @@ RANKS, LAYERS, WIDTH, BATCH = 4, 8, 256, 8
 LAYER = 4 * (WIDTH * WIDTH + WIDTH)
 PARAMETERS = LAYERS * LAYER
 mesh = dg.ProcessMesh.grid(dp=RANKS)
+AS_WHOLE = pytest.mark.filterwarnings("ignore:zero of Strategy is 3 but .* annotated as whole:UserWarning")
 
 
 class Net(nn.Module):
@@ -231,6 +234,7 @@ def test_parts_in_the_memory_of_whole_gradients_are_those_of_plain_training(
                 np.testing.assert_allclose(value, expected[name], atol=1e-6)
 
 
+@AS_WHOLE
 def test_batches_that_no_axis_splits_use_the_parts_of_a_weight_that_is_annotated_as_whole() -> None:
     mesh, (x, y) = dg.ProcessMesh.grid(dp=2), batch(12, 12)
 
@@ -257,6 +261,35 @@ def test_batches_that_no_axis_splits_use_the_parts_of_a_weight_that_is_annotated
         np.testing.assert_allclose(left, right, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize(("zero", "axes"), [(3, [None, None]), (2, [None, None]), (3, [None, "tp"])])
+def test_a_parameter_that_is_split_although_it_is_annotated_as_whole_is_named(
+    zero: int, axes: list[str | None], by_name: bool
+) -> None:
+    mesh, model = dg.ProcessMesh.grid(dp=2, tp=2), Net(1, 8)
+    if by_name:
+        dg.shard_tensor(model.layers[0].weight, axes=axes)
+    else:
+        dg.shard_tensor(model.layers[0].weight, mesh, axes)
+    strategy = dg.Strategy(mesh=mesh, batch_axis="dp", zero=zero)
+    made = Engine(model, nn.MeanSquaredError(), optim.Adam(lr=1e-3), strategy=strategy)
+    x, y = batch(width=8)
+    with closing(made), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        made.prepare((x, y))
+        made.evaluate((x, y))
+    warned = [str(w.message) for w in caught if "zero of Strategy" in str(w.message)]
+    if zero < 3 or "tp" in axes:
+        assert not warned
+        return
+    (message,) = warned
+    assert re.match(
+        r"zero of Strategy is 3 but layers.0.weight \(test_zero.py:\d+\) is annotated as whole: a rank "
+        r"stores a part of it, and gathers the rest for each use; leave the annotation out, or use zero=2",
+        message,
+    )
+
+
 pair = dg.ProcessMesh.grid(dp=2)
 
 
@@ -278,6 +311,7 @@ class Crossed(nn.Module):
             return x @ self.head
 
 
+@AS_WHOLE
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_programs_of_two_sizes_store_every_tensor_alike(zero: int) -> None:
     """A state that completion splits by itself keeps that layout, and a short batch does not change it."""
