@@ -111,7 +111,8 @@ def check_held(model: Any, held: Mapping[str, Parameter], trace: Trace) -> None:
     raise GraphError(
         f"{what} {stray.name} ({op.result.type}) is {where} but no attribute of "
         f"{type(model).__name__} or of the modules that it holds led to it before the call, so that no "
-        f"checkpoint of it could be loaded; make layers in __init__ and keep them in attributes, each, or in a list, tuple or dict"
+        f"checkpoint of it could be loaded; make layers in __init__ and keep them in attributes, each, or in "
+        f"a list, tuple or dict"
     )
 
 

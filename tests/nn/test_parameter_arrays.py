@@ -160,7 +160,7 @@ class Strays(nn.Module):
 def test_a_layer_that_attributes_do_not_lead_to_is_refused(way: str, batch: Any) -> None:
     engine = dg.Engine(Strays(way), nn.MeanSquaredError(), optim.SGD(lr=0.1))
     message = (
-        r"parameter weight \(f32\[2, 2\]\) is used at test_parameter_arrays.py:\d+ but belongs to no "
+        r"parameter weight \(f32\[2, 2\]\) is used at test_parameter_arrays.py:\d+ but no "
         r"attribute of Strays or .*; make layers in __init__ and keep them in attributes, each, or in a list"
     )
     for _ in range(2):
