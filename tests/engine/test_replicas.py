@@ -13,6 +13,7 @@ from support.programs.training import data
 
 import distgraph as dg
 from distgraph.engine.agreement import _checksum
+from distgraph.engine.replicas import CAUSES
 from distgraph.errors import RuntimeFault, ShardingError
 
 GRID = np.arange(24, dtype="f4").reshape(4, 6)
@@ -60,7 +61,9 @@ def test_a_flipped_bit_names_rank_and_tensor(layout: str, name: str, rank: int, 
     for _ in range(3):
         trained.run(data(12))
     flip(trained, name, rank, bit)
-    with pytest.raises(RuntimeFault, match=rf"^after step 4 {told}.*; a device or its memory is faulty"):
+    with pytest.raises(
+        RuntimeFault, match=rf"^after step 4 {told}.*; all were equal after step 2; {CAUSES}$"
+    ):
         trained.run(data(12))
 
 
@@ -78,6 +81,19 @@ def test_damaged_parameters_are_not_used_or_saved(tmp_path: Path) -> None:
             use()
     trained.load(tmp_path)
     assert trained.run(data(12))["loss"] > 0
+
+
+def test_after_loading_nothing_counts_as_compared(tmp_path: Path) -> None:
+    """The message does not say that copies which were replaced had been equal."""
+    trained = engine("dp3", 1)
+    trained.run(data(12))
+    trained.save(tmp_path)
+    trained.load(tmp_path)
+    flip(trained, "up.bias", 2)
+    with pytest.raises(
+        RuntimeFault, match=r"^after step 2 copies of .*; nothing was compared before; possible causes"
+    ):
+        trained.run(data(12))
 
 
 def test_steps_between_comparisons(monkeypatch: pytest.MonkeyPatch) -> None:
