@@ -46,6 +46,8 @@ class Memory:
     Attributes:
         devices: rank -> device, for running ranks; blocks of other ranks are created on the host.
         damaged: reason why the blocks are unusable; empty otherwise.
+        equal_step: the last training step after which the copies on several ranks were compared and equal;
+            None where they have not been since they were created or loaded.
     """
 
     def __init__(self, seed: int, parameters: Mapping[str, Parameter] | None = None) -> None:
@@ -56,6 +58,7 @@ class Memory:
         self.reader: Reader | None = None
         self.devices: dict[int, Device] = {}
         self.damaged = ""
+        self.equal_step: int | None = None
         self._blocks: dict[int, dict[str, Any]] = {}
         self._compared: set[str] = set()  # names whose arrays were compared between processes
 

@@ -1,10 +1,12 @@
-"""Comparison of replicas on several ranks, which finds devices that compute or store wrong values.
+"""Comparison of replicas on several ranks, which notices that ranks compute or store different values.
 
 Replicated parameters and states are computed by every rank that stores them, from the same numbers in the
 same order, so their bits are equal on devices of one type. Ranks exchange a checksum of 64 bits for each
 block that has a replica. Devices of different types round differently: between them the norms of the blocks
 and a sum with fixed weights are compared, with a relative tolerance of the square root of the unit roundoff.
 That notices wrong numbers, but not a wrong bit of low order.
+
+A difference says which ranks disagree, not why.
 """
 
 from __future__ import annotations
@@ -21,6 +23,12 @@ from distgraph.ir.dtypes import epsilon, short
 from distgraph.runtime.execute.process_group import World
 
 _MOST_SHOWN = 4
+CAUSES = (
+    "possible causes are other data or starting values on some ranks, libraries or processors that round "
+    "differently, and a faulty device; load a checkpoint of before, give every rank the same data and "
+    "software, and take out a device whose rank differs again"
+)
+"""What may be behind a difference, and the way out."""
 Bounds = tuple[tuple[int, int], ...]
 
 

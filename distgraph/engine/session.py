@@ -21,7 +21,7 @@ from distgraph.engine.compile.training_spec import TrainingSpec
 from distgraph.engine.data import Batch, Field
 from distgraph.engine.executable import Compiled
 from distgraph.engine.parameter_store import Memory
-from distgraph.engine.replicas import different_replicas
+from distgraph.engine.replicas import CAUSES, different_replicas
 from distgraph.errors import ResourceError, RuntimeFault
 from distgraph.ir.graph import Graph
 from distgraph.ir.sharding_spec import DistAttr
@@ -287,13 +287,12 @@ class Session:
         if self.training_spec.strategy.verify_replicas is None:
             return
         world = self.ranks()
-        difference = different_replicas(self.memory, world, self.devices)
+        difference, equal = different_replicas(self.memory, world, self.devices), self.memory.equal_step
         if difference:
-            self.memory.damaged = f"after step {step} {difference}"
-            raise RuntimeFault(
-                f"after step {step} {difference}; a device or its memory is faulty: take it out of the job, "
-                f"and load a checkpoint of before"
-            )
+            before = "nothing was compared before" if equal is None else f"all were equal after step {equal}"
+            self.memory.damaged = f"after step {step} {difference}; {before}"
+            raise RuntimeFault(f"{self.memory.damaged}; {CAUSES}")
+        self.memory.equal_step = step
 
     def nonfinite(self, compiled: Compiled) -> Mapping[int, Mapping[str, tuple[int, int]]] | None:
         """Values of the last training step that were not finite, of all ranks, on every process.

@@ -453,8 +453,8 @@ class MpiTransport:
         what = f"object from rank {source}"
         self.poll(lambda: bool(self._control.Iprobe(source, _OBJECT, status)), what, need)
         data = bytearray(status.Get_count(self._mpi.BYTE))
-        self._control.Recv(data, source, _OBJECT)
-        self._last_progress = time.monotonic()
+        request = self._control.Irecv(data, source, _OBJECT)  # a large object may still stop on its way
+        self.poll(lambda: self.test_all([request], what), what, need)
         call, obj = pickle.loads(bytes(data))
         if call != self._call_check.call:
             raise RuntimeFault(

@@ -1,16 +1,22 @@
-"""Comparison of replicated parameters and states: a flipped bit names rank and tensor."""
+"""Comparison of replicated parameters and states, and of what processes give: ranks and tensors are named."""
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support.programs.replicated import engine, flip
 from support.programs.training import data
 
 import distgraph as dg
+from distgraph.engine.agreement import _checksum
+from distgraph.engine.replicas import CAUSES
 from distgraph.errors import RuntimeFault, ShardingError
+
+GRID = np.arange(24, dtype="f4").reshape(4, 6)
 
 
 @pytest.mark.parametrize("layout", ["serial", "dp3", "dp2tp2", "pp1_3", "dp2pp2"])
@@ -55,7 +61,9 @@ def test_a_flipped_bit_names_rank_and_tensor(layout: str, name: str, rank: int, 
     for _ in range(3):
         trained.run(data(12))
     flip(trained, name, rank, bit)
-    with pytest.raises(RuntimeFault, match=rf"^after step 4 {told}.*; a device or its memory is faulty"):
+    with pytest.raises(
+        RuntimeFault, match=rf"^after step 4 {told}.*; all were equal after step 2; {CAUSES}$"
+    ):
         trained.run(data(12))
 
 
@@ -75,6 +83,19 @@ def test_damaged_parameters_are_not_used_or_saved(tmp_path: Path) -> None:
     assert trained.run(data(12))["loss"] > 0
 
 
+def test_after_loading_nothing_counts_as_compared(tmp_path: Path) -> None:
+    """The message does not say that copies which were replaced had been equal."""
+    trained = engine("dp3", 1)
+    trained.run(data(12))
+    trained.save(tmp_path)
+    trained.load(tmp_path)
+    flip(trained, "up.bias", 2)
+    with pytest.raises(
+        RuntimeFault, match=r"^after step 2 copies of .*; nothing was compared before; possible causes"
+    ):
+        trained.run(data(12))
+
+
 def test_steps_between_comparisons(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[int] = []
     trained = engine("dp3", 3)
@@ -92,3 +113,43 @@ def test_option_is_checked(every: Any) -> None:
         ShardingError, match=r"verify_replicas of Strategy is .* but must be an integer of at least 1"
     ):
         dg.Strategy(verify_replicas=every)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        np.asfortranarray(GRID),
+        np.ascontiguousarray(GRID.T).T,
+        np.repeat(GRID, 2, axis=1)[:, ::2],
+        np.ascontiguousarray(GRID[::-1])[::-1],
+        [list(row) for row in GRID],
+    ],
+    ids=["columns", "transposed", "strided", "reversed", "rows"],
+)
+def test_equal_numbers_in_other_memory_layouts_have_equal_checksums(other: Any) -> None:
+    assert _checksum(other) == _checksum(GRID)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (GRID, GRID.T),
+        (GRID, GRID + np.float32(1e-6)),
+        (np.zeros((0, 3)), np.zeros((3, 0))),
+        (np.zeros(0, "f4"), np.zeros(0, "f8")),
+        (np.float32(1), np.float32(2)),
+    ],
+    ids=["shape", "number", "empty", "empty of another type", "0-d"],
+)
+def test_other_numbers_shapes_or_types_have_other_checksums(one: Any, other: Any) -> None:
+    assert _checksum(one) != _checksum(other)
+    assert _checksum(one) == _checksum(np.array(one))
+
+
+def test_a_contiguous_array_is_not_copied() -> None:
+    large = np.ones((1024, 1024), "f4")
+    tracemalloc.start()
+    _checksum(large)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < large.nbytes / 10

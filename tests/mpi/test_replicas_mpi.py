@@ -1,12 +1,14 @@
-"""A flipped bit on one rank of `mpiexec -n 2 python -m pytest tests/mpi` is told on all of them."""
+"""Copies that differ between ranks of `mpiexec -n 2 python -m pytest tests/mpi` are told on all of them."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from support.programs.replicated import engine, flip
 from support.programs.training import LAYOUTS, data
 
-from distgraph import ProcessMesh
+import distgraph as dg
+from distgraph import ProcessMesh, nn, optim
 from distgraph.errors import RuntimeFault
 from distgraph.runtime.launch.launch import current_transport
 
@@ -25,3 +27,15 @@ def test_a_flipped_bit_is_told_on_every_rank(monkeypatch: pytest.MonkeyPatch) ->
         flip(trained, "up.weight", 1)
     with pytest.raises(RuntimeFault, match=r"after step 2 copies of param up.weight.* differ .*rank 1"):
         trained.run(batch)
+
+
+def test_ranks_that_are_given_different_data_are_not_called_faulty() -> None:
+    """The batch is whole on every rank, and each rank passes another one: gradients of weights differ."""
+    transport = current_transport()
+    assert transport is not None
+    strategy = dg.Strategy(mesh=ProcessMesh.grid(tp=transport.size), verify_replicas=1)
+    trained = dg.Engine(nn.Linear(6, 3), nn.CrossEntropy(), optim.SGD(lr=0.1), strategy=strategy)
+    x, y = np.ones((8, 6), "f4"), np.zeros(8, "i4")
+    trained.run((x, y))
+    with pytest.raises(RuntimeFault, match=r"step 1; possible causes are other data .*, and a faulty device"):
+        trained.run((x + np.float32(transport.rank), y))

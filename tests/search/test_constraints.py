@@ -7,13 +7,15 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from support.files.clusters import cluster_of
+from support.programs.forecasts import machines
 from support.programs.searched import CHAIN, PROGRAMS, SECONDS, Net, finished_search, slow, two_by_two
 from support.search.plan_training import trains_as_one_rank
 
 import distgraph as dg
-from distgraph import nn, ops
+from distgraph import nn, ops, optim
 from distgraph.engine.commands.plan_search import (
     SearchOptions,
     options_of,
@@ -45,6 +47,7 @@ KEPT: dict[str, dict[str, Any]] = {
     "zero": {"zero": 0},
     "uniform": {"uniform": True, "stages": 2, "micro_batches": 2},
 }
+BATCH_OF_12 = np.ones((12, 6), "f4"), np.zeros(12, "i4")
 LOOKS = 40
 """At the clock: as many as a search takes that is ended before it has looked at everything."""
 
@@ -437,3 +440,53 @@ def test_a_mesh_that_cannot_be_repeated() -> None:
         SearchOptions(seconds=SECONDS, processes=1),
     )
     assert plan.ranks == (2, 3)
+
+
+class Bound(nn.Module):
+    """Ops that are legal, or the same, for few numbers of samples only."""
+
+    def __init__(self, kind: str, mesh: ProcessMesh | None = None) -> None:
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.kind, self.mesh = kind, mesh
+
+    def forward(self, x: Any) -> Any:
+        x = x if self.mesh is None else dg.shard_tensor(x, self.mesh, ("dp", None))
+        for _ in range(12 * (self.kind == "depends" and x.shape[0] > 3)):
+            x = ops.tanh(x)
+        x = ops.relu(self.up(x))
+        return self.down(x.reshape(2, 8) if self.kind == "reshape" else x)
+
+
+@pytest.mark.parametrize("mode", ["auto", "recursive"])
+@pytest.mark.parametrize("annotated", [False, True])
+@pytest.mark.parametrize("kind", ["reshape", "depends"])
+def test_a_given_number_of_micro_batches_is_the_only_one_for_which_the_model_is_traced(
+    kind: str, annotated: bool, mode: str
+) -> None:
+    mesh, data = ProcessMesh.grid(dp=2) if annotated else None, BATCH_OF_12
+    losses = [
+        dg.Engine(
+            Bound(kind, mesh), nn.CrossEntropy(), optim.SGD(lr=0.1), strategy=strategy, cluster=machines(2)
+        ).run(data)["loss"]
+        for strategy in (Strategy(micro_batches=6), Strategy(mode=mode, micro_batches=6, seconds=SECONDS))
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
+@pytest.mark.parametrize("annotated", [False, True])
+def test_only_numbers_of_micro_batches_with_the_same_ops_are_compared(annotated: bool) -> None:
+    mesh = ProcessMesh.grid(dp=2) if annotated else None
+    strategy = Strategy(mode="auto", seconds=SECONDS)
+    engine = dg.Engine(
+        Bound("depends", mesh), nn.CrossEntropy(), optim.SGD(lr=0.1), strategy=strategy, cluster=machines(2)
+    )
+    assert engine.run(BATCH_OF_12)["loss"] > 0
+
+
+def test_the_bound_counts_what_runs_for_each_micro_batch() -> None:
+    """Launches come again for each: with a given number the bound is above that of the batch at once."""
+    whole, parts = run(), run(micro_batches=4)
+    assert whole.bound is not None
+    assert parts.bound is not None
+    assert parts.best is not None
+    assert whole.bound < parts.bound <= parts.best.seconds

@@ -6,24 +6,19 @@ import re
 import sys
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
-import numpy as np
 import pytest
 from support.files.clusters import cluster_of
-from support.programs.forecasts import machines
 from support.programs.searched import PROGRAMS, SECONDS, finished_search, mixed, two_by_two
 from support.search.plan_training import trains_as_one_rank
 
-import distgraph as dg
-from distgraph import nn, ops, optim
 from distgraph.engine.commands.plan_search import SearchOptions
 from distgraph.engine.search_driver import infeasibility, layout_costs
 from distgraph.engine.search_driver.candidate import Candidate, StageChoice, build_candidate
 from distgraph.engine.search_driver.run_search import plan_of_search
 from distgraph.engine.search_driver.search_space import Shape
 from distgraph.engine.search_driver.search_state import SearchState
-from distgraph.errors import GraphError, InfeasibleError
+from distgraph.errors import InfeasibleError
 from distgraph.ir.range_notation import parse_spans
 from distgraph.passes.search.intra_op.memory_limit import MemoryLimit
 from distgraph.plan.plan import Plan
@@ -126,22 +121,3 @@ def test_a_limit_that_no_layouts_keep_is_left_out_for_the_forecast() -> None:
     )
     assert kept.completed == free.completed
     assert not kept.fits
-
-
-def test_a_model_whose_ops_depend_on_the_samples_of_a_micro_batch_is_named() -> None:
-    """Plans of several numbers of micro-batches have the same layers."""
-
-    class Single(nn.Module):
-        def __init__(self) -> None:
-            self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 3)
-
-        def forward(self, x: Any) -> Any:
-            for _ in range(12 * (x.shape[0] > 1)):
-                x = ops.tanh(x)
-            return self.down(ops.relu(self.up(x)))
-
-    strategy = dg.Strategy(mode="auto", micro_batches=3)
-    engine = dg.Engine(Single(), nn.CrossEntropy(), optim.SGD(lr=0.1), strategy=strategy, cluster=machines(2))
-    message = "model has other ops for 1 samples than for a batch of 3, .* plans of 3 micro-batches"
-    with pytest.raises(GraphError, match=message):
-        engine.run((np.ones((3, 6), "f4"), np.zeros(3, "i4")))

@@ -119,6 +119,7 @@ def restore_training(engine: Engine, index: Mapping[str, Any]) -> None:
     """Set where the training of an engine stands from the index of a checkpoint."""
     engine.step, engine.epoch, engine.position = index["step"], index["epoch"], index["position"]
     engine.seed = engine.memory.seed = index["seed"]
+    engine.memory.equal_step = None
     skipped = index.get("skipped", ())  # older checkpoints know of none
     engine.history = History(list(index["losses"]), list(index["epochs"]), list(skipped))
     if engine._nonfinite.scale is not None:

@@ -74,12 +74,12 @@ def start_graph(
 def repetitions(layout_costs: LayoutCosts) -> int:
     """How often the mesh of the annotations fits on the devices; 1 where they name several meshes, or one
     that cannot be repeated."""
-    meshes = annotated_meshes(layout_costs.layered_graph(1).graph, layout_costs)
+    meshes = annotated_meshes(layout_costs.reference_graph.graph, layout_costs)
     (mesh, *more) = meshes
     if more or sorted(mesh.members) != list(range(mesh.size)) or mesh.weights:
         return 1
     most = len(layout_costs.devices) // mesh.size
-    layered = layout_costs.layered_graph(1)
+    layered = layout_costs.reference_graph
     return next(n for n in range(most, 0, -1) if n == 1 or _has_devices(layout_costs, layered, n))
 
 
@@ -332,7 +332,7 @@ def mesh2d_where_it_gains(
     builds = []
     for tuned, build in programs:
         rest = least_seconds(layered.fold, layout_costs.cluster, besides=tuned.graph.algorithms)
-        if (tuned.seconds + rest) * micro_batches < seconds:
+        if tuned.seconds * micro_batches + rest < seconds:
             builds.append(build)
     return builds
 

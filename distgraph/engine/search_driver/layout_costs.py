@@ -31,7 +31,7 @@ from distgraph.engine.compile.op_positions import layers_by_first_ops
 from distgraph.engine.search_driver.layout_variants import LayoutQuery, Solutions, Variant, VariantKey
 from distgraph.engine.search_driver.search_space import Shape, devices_for, pools_of, shapes_of
 from distgraph.engine.search_driver.worker_pool import parallel_map
-from distgraph.errors import GraphError, InfeasibleError
+from distgraph.errors import InfeasibleError
 from distgraph.ir.gc_pause import collector_paused
 from distgraph.passes.search.inter_op.submesh_placement import Pool, SubMesh
 from distgraph.passes.search.intra_op.cost_model import CostModel
@@ -172,18 +172,13 @@ class LayoutCosts:
         if self.firsts is None:
             layers = cluster_layers(graph, self.constraints.layers)
             self.firsts = [names[0] for names in flat_layers(flat, [layer.ops for layer in layers])]
-        try:
-            layers = layers_by_first_ops(flat, self.firsts)
-        except GraphError as error:
-            if micro_batches == 1:
-                raise
-            size = self.request.size
-            raise GraphError(
-                f"model has other ops for {size // micro_batches} samples than for a batch of {size}, so no "
-                f"search compares plans of {micro_batches} micro-batches with others; give micro_batches=1 "
-                "or a larger batch, or write ops that do not depend on the number of samples"
-            ) from error
+        layers = layers_by_first_ops(flat, self.firsts)
         return LayeredGraph(flat, layers, layering(flat, layers), recompute)
+
+    @property
+    def reference_graph(self) -> LayeredGraph:
+        """The serial graph for the micro-batch count that is given, or else for the batch as a whole."""
+        return self.layered_graph(self.constraints.start.micro_batches)
 
     def all_layers(self, micro_batches: int) -> tuple[int, ...]:
         """Numbers of all layers."""
@@ -198,7 +193,7 @@ class LayoutCosts:
     def named_axes(self) -> dict[str, str]:
         """Axis -> where an annotation without a mesh names it; every mesh of the search has these. None where
         there is one device, which splits nothing."""
-        graph = self.layered_graph(1).graph
+        graph = self.reference_graph.graph
         axes = {axis: attr.origin.where for attr in graph.axis_attrs.values() for axis in attr.spec.axes}
         for given in graph.op_axes.values():
             axes |= {axis: given.origin.where for _, split in given.axes for axis in split}

@@ -1,8 +1,9 @@
 r"""What no plan goes below: seconds of all products and all data movement, and bytes, over all devices.
 
-*In:* a serial train graph of a whole batch, a cluster. *Out:* seconds of a step; bytes of a device.
+*In:* a serial train graph, a cluster. *Out:* seconds of a step; bytes of a device.
 *Invariant:* no forecast of a program that computes this graph on this cluster is below it, whatever the
-layouts, stages, micro-batches or schedule; except with convolutions whose windows may be padding alone:
+layouts, stages or schedule, with as many micro-batches as the graph has or, where it is that of a whole
+batch, with any number; except with convolutions whose windows may be padding alone:
 blocks of these may be nothing.
 
 Let p_do be the seconds of op o on one device of kind d alone. For a product, w_o FLOPs are computed at the
@@ -39,6 +40,7 @@ import numpy as np
 from distgraph.ir.float_arrays import Floats
 from distgraph.ir.graph import Op, Value
 from distgraph.ir.op_registry import lookup
+from distgraph.ir.step_phases import multiplicity
 from distgraph.passes.analysis.op_work import Work, work_of
 from distgraph.passes.decompose import expand
 from distgraph.passes.search.layering.layer_folding import Fold, FoldedOp
@@ -50,14 +52,15 @@ def least_seconds(fold: Fold, cluster: Cluster, besides: Collection[str] = ()) -
     """No plan takes less for a step.
 
     Args:
-        fold: of a serial train graph of one micro-batch that is the whole batch.
+        fold: of a serial train graph; what runs once for each micro-batch counts as often.
         cluster: where it is to run; any of its devices may stay unused.
         besides: names of ops that are left out.
 
     Raises:
         ResourceError: a number that a product costs is not in the resource file.
     """
-    counted = [(op, len(op.members) - sum(name in besides for name in op.members)) for op in fold.ops]
+    times = multiplicity(fold.graph)
+    counted = [(op, sum(times[name] for name in op.members if name not in besides)) for op in fold.ops]
     works = [(count, ways) for op, count in counted if count for ways in [_ways(fold, op)] if all(ways)]
     kinds: dict[object, list[int]] = {}
     for device in cluster.devices:

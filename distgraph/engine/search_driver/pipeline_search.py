@@ -80,7 +80,7 @@ class PipelineSearch:
         return submeshes_of(self.layout_costs.pools)
 
     def is_batch(self, micro_batches: int) -> bool:
-        """Whether the samples of one micro-batch are enough for the model."""
+        """Whether the model takes the samples of one micro-batch, with the same layers as another number."""
         if micro_batches not in self._divides:
             try:
                 self.layout_costs.layered_graph(micro_batches)

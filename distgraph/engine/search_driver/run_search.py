@@ -75,7 +75,7 @@ def run_search(state: SearchState) -> Iterator[Event]:
         ShardingError: annotations contradict each other.
     """
     yield from evaluate_start(state)
-    layered = state.layout_costs.layered_graph(1)
+    layered = state.layout_costs.reference_graph
     check_constraints(state.constraints, state.request.size, len(layered.layers), state.cluster)
     if state.constraints.given():
         yield Event(f"search with {state.constraints}")
@@ -127,7 +127,7 @@ def search_given_meshes(state: SearchState) -> Iterator[Event]:
     """Layouts on the meshes that annotations name, for several micro-batch counts."""
     layout_costs, given = state.layout_costs, state.micro_batches
     counts = (given,) if given > 1 else micro_batch_counts(state.request.size)[::-1][:FORECASTS]
-    counts = state.constraints.among("micro_batches", counts)
+    counts = tuple(n for n in state.constraints.among("micro_batches", counts) if state.pipelines.is_batch(n))
     yield state.record(evaluation_of(completed_annotations(layout_costs, given)))
     for repeats in sorted({1, repetitions(layout_costs)}, reverse=True):
         where = f" repeated {repeats} times" if repeats > 1 else ""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from distgraph.engine.compile.compile_request import CompileRequest
@@ -92,6 +92,8 @@ class SearchState:
         self.expired = partial(_expired, self.stopped, self.clock, self.clock() + self.seconds)
         if self.runtime is not None:
             self.constraints = self.constraints.under(self.runtime.name, self.runtime.executes)
+        if self.mode != "auto" and self.micro_batches > 1:
+            self.constraints = replace(self.constraints, micro_batches=self.micro_batches)
         self.cluster = with_memory(self.cluster, self.constraints)
         pools, limits = pools_of(self.cluster, self.constraints.devices), (self.expired, self.processes)
         self.layout_costs = LayoutCosts(

@@ -38,6 +38,25 @@ t.barrier()
 TELLS = 'print("pid", rank, os.getpid(), flush=True)'
 WAITS = f"{PREAMBLE}{TELLS}\nt.recv(np.zeros(1), rank, 4).wait()\n"  # for a message that nobody sends
 
+STOPS_WHILE_IT_SENDS = f"""{PREAMBLE}{TELLS}
+import pathlib, time
+poll, announced = t.poll, pathlib.Path(__file__).with_name("announced")
+
+def stop(ready, what, need=None):
+    until = time.monotonic() + 0.5  # in which the message is announced; rank 0 does not receive it yet
+    while time.monotonic() < until:
+        assert not ready()
+    announced.touch()
+    os.kill(os.getpid(), signal.SIGSTOP)
+    poll(ready, what, need)
+
+if rank == 1:
+    t.poll = stop
+while rank == 0 and not announced.exists():
+    t.progress()
+t.gather_objects(bytes(10**8))
+"""
+
 
 class Job:
     """A launcher in a process of its own, and the processes of rank 0 and of those that started it."""
@@ -117,6 +136,16 @@ def test_a_stopped_process_ends_the_job(tmp_path: Path, name: str, text: str) ->
     assert code == 1
     assert text.format(pid=pid) in errors, errors
     assert "stopped" in errors
+
+
+@needs_mpi
+def test_a_rank_that_stops_while_it_sends_a_large_object_ends_the_job(tmp_path: Path) -> None:
+    """Between machines, which these settings imitate, the receiver needs the sender until all has arrived."""
+    network = {"MPIR_CVAR_NOLOCAL": "1", "UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "all"}
+    job = Job(STOPS_WHILE_IT_SENDS, 2, tmp_path, DISTGRAPH_HEARTBEAT="100", DISTGRAPH_TIMEOUT="2", **network)
+    code, errors = job.end()
+    assert code == 1
+    assert "rank 0: object from rank 1 made no progress in 2 s" in errors, errors
 
 
 @needs_mpi

@@ -91,7 +91,7 @@ def evaluate_start(state: SearchState) -> Iterator[Event]:
     state.layout_costs.firsts = [layer.first for layer in plan.layers]
     yield state.record(evaluation_of(program_of_plan(plan, state.layout_costs)))
     candidate = candidate_of_plan(plan, state.layout_costs)
-    annotated = annotated_meshes(state.layout_costs.layered_graph(1).graph, state.layout_costs)
+    annotated = annotated_meshes(state.layout_costs.reference_graph.graph, state.layout_costs)
     if candidate is None or annotated or state.expired() or broken_constraint(candidate, state.layout_costs):
         return
     if {state.layout_costs.submesh(stage.devices) for stage in candidate.stages} <= set(
@@ -130,7 +130,7 @@ def evaluate_zero(state: SearchState) -> Iterator[Event]:
     fits: each takes seconds to build.
     """
     layout_costs, most = state.layout_costs, state.constraints.zero
-    large = state.best is not None and len(layout_costs.layered_graph(1).graph.ops) > _MOST_ZERO_OPS
+    large = state.best is not None and len(layout_costs.reference_graph.graph.ops) > _MOST_ZERO_OPS
     levels = range(2, (3 if most is None else most) + 1)
     fitting = [e for e in state.evaluations.all if e.fits and e.eligible and e.candidate is not None]
     best = min(fitting, key=lambda e: e.seconds, default=None)
@@ -156,7 +156,7 @@ def evaluate_context_parallel(state: SearchState) -> Iterator[Event]:
     already, long rings are left out for the longest that is soon built.
     """
     layout_costs, devices = state.layout_costs, len(state.layout_costs.devices)
-    graph = layout_costs.layered_graph(state.constraints.start.micro_batches).graph
+    graph = layout_costs.reference_graph.graph
     attention = sum(op.kind in ATTENTION for op in graph.ops)
     if state.single_stage_breaks() or layout_costs.named_axes or not attention:
         return
@@ -187,7 +187,7 @@ def evaluate_rings(state: SearchState) -> Iterator[Event]:
     layout_costs = state.layout_costs
     if not layout_costs.capabilities.matmul_algorithms or state.expired():
         return
-    graph = layout_costs.layered_graph(state.constraints.start.micro_batches).graph
+    graph = layout_costs.reference_graph.graph
     if not {op.kind for op in graph.ops} & set(ATTENTION):
         return
     unfit = [e for e in state.evaluations.all if e.candidate and not e.fits and e.seconds < _seconds(state)]
@@ -212,7 +212,7 @@ def evaluate_single_devices(state: SearchState) -> Iterator[Event]:
     """One device of each kind, as long as parameters and states fit: nothing else is as fast to try."""
     if state.single_stage_breaks() or state.layout_costs.named_axes:
         return
-    layered = state.layout_costs.layered_graph(state.constraints.start.micro_batches)
+    layered = state.layout_costs.reference_graph
     recompute = state.constraints.recomputed(len(layered.layers)) or ()
     nbytes = sum(op.result.nbytes for op in layered.graph.sources("param", "state"))
     for pool in state.layout_costs.pools:
