@@ -39,9 +39,9 @@ class Windows:  # a map-style data set: pieces of some files, and the bytes that
     def __len__(self):
         return (len(self.data) - 1) // LENGTH
 
-    def __getitem__(self, rows):
-        piece = self.data[rows[:, None] * LENGTH + np.arange(LENGTH + 1)].astype("i4")
-        return piece[:, :-1], piece[:, 1:]
+    def __getitem__(self, index):
+        piece = self.data[index * LENGTH : (index + 1) * LENGTH + 1].astype("i4")
+        return piece[:-1], piece[1:]
 
 
 files = sorted(Path(os.__file__).parent.glob("*.py"))[: 8 if QUICK else 28]

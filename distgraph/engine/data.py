@@ -1,8 +1,9 @@
 """Data sets, the order of their samples, and batches of which each rank loads only the rows that it needs.
 
 A data set is a tuple of arrays, a dict of arrays, one array, or anything with `__len__` and `__getitem__` (a
-map-style data set). A map-style data set is indexed with an array of indices where it supports that, else
-with one index after the other; it returns an array, a tuple or a dict.
+map-style data set). A map-style data set gets one index after the other, never an array of them, which code
+written for one sample may take without an error and compute something else from; with `__getitems__` it gets
+a list of them. A sample is an array, a tuple or a dict.
 
 The fields of a model with several inputs stand in a row, as in `(x, z, labels)`, or in a dict by the names of
 its arguments. A list of samples, such as `[(x0, y0), (x1, y1)]`, is a map-style data set.
@@ -13,14 +14,16 @@ The order is a function of seed and epoch only: it does not depend on the mesh o
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from operator import getitem
 from typing import Any, Protocol
 
 import numpy as np
 
 from distgraph.errors import GraphError, RuntimeFault
-from distgraph.errors.arguments import array_of, check_count, check_unmasked
+from distgraph.errors.arguments import array_of, check_count, check_unmasked, shown
 from distgraph.ir.dtypes import short, to_numpy
 from distgraph.kernels.random import random_key
 
@@ -63,51 +66,53 @@ class MapSource:
     """A map-style data set.
 
     Args:
-        dataset: has `__len__` and `__getitem__`.
+        dataset: has `__len__` and `__getitem__`, which gets one index; or `__getitems__` too, which gets a
+            list of them and returns as many samples, as in PyTorch.
     """
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
-        self._whole: bool | None = None  # whether it takes an array of indices; None before the first load
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def load(self, rows: np.ndarray) -> Fields:
         """Samples by rows. Raises RuntimeFault when they do not stack, or there is none of an index."""
-        if self._whole is None:
-            self._whole = self._takes_arrays()
-        if self._whole:
-            return _fields(self._get(rows, rows))
-        return _stack([_fields(self._get(int(row), [row])) for row in rows], rows)
+        indices = [int(row) for row in rows]
+        several = getattr(self.dataset, "__getitems__", None)
+        if several is None:
+            samples = [self._get(partial(getitem, self.dataset), row, [row]) for row in indices]
+        else:
+            samples = self._get(several, indices, indices)
+            if not isinstance(samples, (list, tuple)) or len(samples) != len(indices):
+                raise RuntimeFault(
+                    f"__getitems__ of {self._name} returned {shown(samples)} but was asked for "
+                    f"{len(indices)} samples; return a list with one sample for each index"
+                )
+        return _stack([_fields(sample) for sample in samples], rows)
 
-    def _get(self, index: Any, rows: Sequence[int] | np.ndarray) -> Any:
+    @property
+    def _name(self) -> str:
+        return f"data set {type(self.dataset).__name__}"
+
+    def _get(self, get: Callable[[Any], Any], index: Any, rows: Sequence[int]) -> Any:
         """What the data set returns for an index. An error of it gets a note that names both.
 
         Raises:
             RuntimeFault: it has no sample of an index.
         """
-        shown = ", ".join(map(str, rows[:4])) + ", ..." * (len(rows) > 4)
-        at = f"the indices {shown}" if len(rows) > 1 else f"index {shown}"
-        name = f"data set {type(self.dataset).__name__}"
+        listed = ", ".join(map(str, rows[:4])) + ", ..." * (len(rows) > 4)
+        at = f"the indices {listed}" if len(rows) > 1 else f"index {listed}"
         try:
-            return self.dataset[index]
+            return get(index)
         except IndexError as error:
             raise RuntimeFault(
-                f"{name} has {len(self)} samples by its __len__ but fails at {at}: {error}; correct its "
-                f"__getitem__, or its __len__"
+                f"{self._name} has {len(self)} samples by its __len__ but fails at {at}: {error}; correct "
+                f"its __getitem__, or its __len__"
             ) from error
         except Exception as error:
-            error.add_note(f"{name} raised this at {at}")
+            error.add_note(f"{self._name} raised this at {at}")
             raise
-
-    def _takes_arrays(self) -> bool:
-        probe = np.zeros(2, np.int64)
-        try:
-            fields = _fields(self.dataset[probe])
-            return all(a.ndim > 0 and a.shape[0] == 2 for a in fields.values())
-        except Exception:  # noqa: BLE001 - any error: then samples are indexed one by one
-            return False
 
 
 def as_source(data: Any) -> Source:
@@ -245,7 +250,7 @@ def _foreign(array: Any) -> str:
 
 
 def _fields(loaded: Any) -> Fields:
-    """The result of a map-style data set for several rows, as arrays by field name."""
+    """A sample of a map-style data set, as arrays by field name."""
     if isinstance(loaded, Mapping):
         named = dict(loaded)
     elif isinstance(loaded, (tuple, list)):

@@ -72,19 +72,22 @@ def check_micro_batches(batch_size: int, micro_batches: int) -> None:
         )
 
 
-def check_call(subject: str, function: Callable[..., Any], count: int) -> None:
-    """Check that a loss or metric takes the output and the targets. Raises GraphError otherwise."""
+def check_call(subject: str, function: Callable[..., Any], count: int, named: Sequence[str] = ()) -> None:
+    """Check that a loss or metric takes the output and the targets, some by name. Raises GraphError
+    otherwise."""
     called = function.forward if isinstance(function, Module) else function
     try:
         signature = inspect.signature(called)
     except (TypeError, ValueError):  # some builtins have none; the call will tell
         return
     try:
-        signature.bind(*range(count))
+        signature.bind(*range(count), **dict.fromkeys(named))
     except TypeError:
+        targets = count - 1 + len(named)
+        by_name = f", of which {', '.join(named)} by name" if named else ""
         raise GraphError(
-            f"{subject} takes {signature} but is called with {count} arguments, the output of the model and "
-            f"{count - 1} target{'s' if count != 2 else ''}; give it these arguments"
+            f"{subject} takes {signature} but is called with {targets + 1} arguments, the output of the "
+            f"model and {targets} target{'s' if targets != 1 else ''}{by_name}; give it these arguments"
         ) from None
 
 

@@ -16,6 +16,7 @@ from distgraph.errors import GraphError, RuntimeFault
 from distgraph.ir.dtypes import short
 
 X = np.ones((4, 2))
+TABLE = np.arange(27.0).reshape(9, 3) ** 2
 
 
 @given(st.integers(1, 60), st.integers(1, 70), st.integers(0, 3), st.booleans(), st.data())
@@ -57,12 +58,20 @@ class ByOne:
         return {"x": np.full(3, row, "f4") if row < 9 else None, "y": int(row)}
 
 
-class ByMany:
-    def __len__(self) -> int:
-        return 9
+class ByMany(ByOne):
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        raise AssertionError("several samples at a time are faster")
 
-    def __getitem__(self, rows: Any) -> Any:
-        return np.multiply.outer(np.asarray(rows), np.ones(3)).astype("f4"), np.asarray(rows)
+    def __getitems__(self, rows: list[int]) -> Any:
+        return [(np.full(3, row, "f4"), row) for row in rows]
+
+
+class Centred(ByOne):
+    """Its samples are rows minus their mean, in words that an array of indices would also get through."""
+
+    def __getitem__(self, row: int) -> Any:
+        sample = TABLE[row]
+        return sample - sample.mean(), row
 
 
 @pytest.mark.parametrize("dataset", [ByOne(), ByMany(), [(np.full(3, i, "f4"), i) for i in range(9)]])
@@ -93,9 +102,9 @@ def test_blocks_are_loaded_once() -> None:
     loads = []
 
     class Counting(ByMany):
-        def __getitem__(self, rows: Any) -> Any:
-            loads.append(np.asarray(rows).tolist())
-            return super().__getitem__(rows)
+        def __getitems__(self, rows: list[int]) -> Any:
+            loads.append(rows)
+            return super().__getitems__(rows)
 
     batch = Batch(as_source(Counting()), np.arange(6))
     for _ in range(3):
@@ -200,10 +209,27 @@ def test_an_error_of_a_data_set_names_it_and_the_index() -> None:
     assert raised.value.__notes__ == ["data set Files raised this at index 4"]
 
 
-def test_a_data_set_of_arrays_that_is_shorter_than_it_says() -> None:
+def test_a_data_set_gets_one_index_at_a_time() -> None:
+    source = as_source(Centred())
+    loaded = source.load(np.array([4, 1, 2]))["batch.0"]
+    np.testing.assert_array_equal(loaded, [TABLE[i] - TABLE[i].mean() for i in (4, 1, 2)])
+
+
+@pytest.mark.parametrize("returned", [[1.0], np.ones((2, 3)), None])
+def test_several_samples_are_a_list_of_as_many(returned: Any) -> None:
+    class Fewer(ByMany):
+        def __getitems__(self, rows: list[int]) -> Any:
+            return returned
+
+    message = "__getitems__ of data set Fewer returned .* but was asked for 2 samples; return a list"
+    with pytest.raises(RuntimeFault, match=message):
+        as_source(Fewer()).load(np.array([1, 2]))
+
+
+def test_a_data_set_of_several_that_is_shorter_than_it_says() -> None:
     class Short(ByMany):
-        def __getitem__(self, rows: Any) -> Any:
-            return X[rows], X[rows, 0]
+        def __getitems__(self, rows: list[int]) -> Any:
+            return [(X[row], 0) for row in rows]
 
     message = r"data set Short has 9 samples by its __len__ but fails at the indices 1, 8, 2, 3, \.\.\.: "
     with pytest.raises(RuntimeFault, match=message):
@@ -280,3 +306,19 @@ def test_numbers_that_numpy_refuses_are_named_with_rank_and_op(ranks: int) -> No
     engine = dg.Engine(lambda x: x ** (x - 3), strategy=strategy)
     with pytest.raises(RuntimeFault, match=r"rank [01] forward.*, op %\d+ power .*: Integers to negative"):
         engine.predict(np.arange(4, dtype="i4"))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [("x", "target", "weight"), ("weight", "x", "target"), ("x", "y", "weight"), ("x", "weight", "y")],
+)
+def test_labels_are_given_by_name(fields: tuple[str, ...]) -> None:
+    """What no argument of the loss names is the remaining argument."""
+
+    def loss(output: Any, target: Any, weight: Any) -> Any:
+        return (weight * (output - target) ** 2).mean()
+
+    numbers = {"x": 0.0, "target": 1.0, "y": 1.0, "weight": 5.0}
+    batch = {name: np.full((4, 2), numbers[name], "f4") for name in fields}
+    logs = dg.Engine(lambda x: 1.0 * x, loss, metrics={"same": loss}).evaluate(batch, batch_size=4)
+    assert logs["loss"] == logs["same"] == 5.0

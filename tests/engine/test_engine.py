@@ -162,10 +162,12 @@ def test_a_rank_loads_only_its_rows() -> None:
         def __len__(self) -> int:
             return 32
 
-        def __getitem__(self, rows: Any) -> Any:
-            rows = np.asarray(rows)
-            asked.setdefault(threading.current_thread().name, set()).add((int(rows[0]), len(rows)))
-            return x[rows], y[rows]
+        def __getitem__(self, row: int) -> Any:
+            return x[row], y[row]
+
+        def __getitems__(self, rows: list[int]) -> Any:
+            asked.setdefault(threading.current_thread().name, set()).add((rows[0], len(rows)))
+            return [self[row] for row in rows]
 
     model = engine("dp3")
     batch = next(iter(model.dataloader(Recorder(), batch_size=32, shuffle=False)))

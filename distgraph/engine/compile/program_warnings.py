@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 
 from distgraph.engine.compile.compile_request import CompileRequest
 from distgraph.engine.compile.training_spec import TrainingSpec
@@ -22,11 +23,11 @@ from distgraph.tracing.tracer import user_stack_level
 
 
 def warn_unaveraged_loss(request: CompileRequest) -> None:
-    """Warn where the loss of a program in micro-batches is not recognised as a mean over the samples.
+    """Warn where loss or metrics of a program in micro-batches are not recognised as means over the samples.
 
     The losses of micro-batches are averaged, which gives that of the batch only for a mean of numbers each
-    of which depends on one sample. Model and loss function are examined, see `growths`, as they are in
-    evaluation, so that there is no warning for a batch norm, whose statistics are those of a micro-batch.
+    of which depends on one sample. Model, loss function and metrics are examined, see `growths`, as they are
+    in evaluation, so that there is no warning for a batch norm, whose statistics are those of a micro-batch.
     """
     spec, parts = request.training_spec, request.micro_batches
     if request.mode != "train" or parts == 1 or type(spec) is not TrainingSpec:
@@ -37,40 +38,47 @@ def warn_unaveraged_loss(request: CompileRequest) -> None:
         large, _ = spec.trace_loss(request.blocks(parts // factor))
     except Exception:  # noqa: BLE001 - the model may not evaluate, or not other sizes, which proves nothing
         return
-    message = _unaveraged(small, count, growths(small, large, factor), parts)
+    growth_of = growths(small, large, factor)
+    messages = (_unaveraged(label, small, count, growth_of, parts) for label, _ in small.outputs)
+    message = next(filter(None, messages), "")
     if message and is_chief():
         warnings.warn(message, UserWarning, stacklevel=user_stack_level())
 
 
-def _unaveraged(small: Graph, count: int, growth_of: Mapping[str, Growth], parts: int) -> str:
-    """What makes a loss another number in micro-batches, and the way out; empty where nothing does.
+def _unaveraged(label: str, small: Graph, count: int, growth_of: Mapping[str, Growth], parts: int) -> str:
+    """What makes the loss or a metric another number in micro-batches, and the way out; empty where nothing
+    does.
 
     Args:
-        small: the loss of a micro-batch.
+        label: of the output.
+        small: loss and metrics of a micro-batch.
         count: ops of the model, which come first.
         growth_of: how each value depends on the samples.
         parts: number of micro-batches.
     """
-    growth = growth_of[dict(small.outputs)["loss"].name]
+    value = dict(small.outputs)[label]
+    growth, subject = growth_of[value.name], "loss" if label == "loss" else f"metric {label}"
     if growth.kind in ("fixed", "linear") and growth.power == 0:
         return ""
-    averaged = f"but micro_batches is {parts}, whose losses are averaged"
+    values = "losses" if label == "loss" else "values"
+    averaged = f"but micro_batches is {parts}, whose {values} are averaged"
     if growth.kind == "linear" and growth.power == 1:
         return (
-            f"loss is a sum over the samples {averaged}; divide the loss by the number of samples, or use "
+            f"{subject} is a sum over the samples {averaged}; divide it by the number of samples, or use "
             "micro_batches=1"
         )
     models = {op.name for op in small.ops[:count]}
-    first = next((op for op in prune(small).ops if any(growth_of[r.name] == OTHER for r in op.results)), None)
+    needed = prune(replace(small, outputs=((label, value),), updates=())).ops
+    first = next((op for op in needed if any(growth_of[r.name] == OTHER for r in op.results)), None)
     if first is not None and first.name in models:
         return (
-            f"loss depends on {first.kind} ({first.source}) in the model, which is not recognised as "
+            f"{subject} depends on {first.kind} ({first.source}) in the model, which is not recognised as "
             f"computed from one sample alone, but micro_batches is {parts}, which divides the samples that "
             "it combines; unless it combines none, use micro_batches=1"
         )
     return (
-        f"loss is not recognised as a mean over the samples {averaged}; unless it is one after all, take the "
-        "mean of a number for each sample, or use micro_batches=1"
+        f"{subject} is not recognised as a mean over the samples {averaged}; unless it is one after all, "
+        "take the mean of a number for each sample, or use micro_batches=1"
     )
 
 

@@ -124,7 +124,8 @@ class TrainingSpec:
         return {tensor.name: tensor for module in modules for _, tensor in module.named_tensors()}
 
     def trace_loss(self, fields: Mapping[str, Field]) -> tuple[Graph, int]:
-        """The loss of a micro-batch in evaluation, and the number of ops that come before the loss function.
+        """Loss and metrics of a micro-batch in evaluation, and the number of ops of the model, which come
+        first.
 
         Raises:
             GraphError: as `trace`.
@@ -137,8 +138,8 @@ class TrainingSpec:
             }
             output, targets = self._split(inputs, "evaluate", _is_tuple(tuple(fields)))
             count = len(trace.ops)
-            loss = self._loss_and_metrics(trace, output, targets)["loss"]
-        return trace.finish({"loss": loss}), count
+            scalars = self._loss_and_metrics(trace, output, targets)
+        return trace.finish(scalars), count
 
     def _finished(self, trace: Trace, outputs: Mapping[str, Tensor], pruned: bool) -> Graph:
         """The graph of a trace, after the strategy's passes on serial graphs if it is to be pruned."""
@@ -182,12 +183,15 @@ class TrainingSpec:
             target += "_"
         return dict(zip(fields, (*names, target), strict=False))
 
-    def _split(self, inputs: Mapping[str, Tensor], mode: str, is_tuple: bool) -> tuple[Any, list[Tensor]]:
-        """Output of the model, and the targets."""
+    def _split(
+        self, inputs: Mapping[str, Tensor], mode: str, is_tuple: bool
+    ) -> tuple[Any, dict[str, Tensor]]:
+        """Output of the model, and the targets by name."""
         if is_tuple:
             values = list(inputs.values())
-            no_target = mode == "predict" or self.loss is None or len(values) == 1
-            return self._call(values if no_target else values[:-1], {}), [] if no_target else values[-1:]
+            if mode == "predict" or self.loss is None or len(values) == 1:
+                return self._call(values, {}), {}
+            return self._call(values[:-1], {}), {f"{POSITION}{len(values) - 1}": values[-1]}
         names = arguments(self.model)
         of_model = {name: tensor for name, tensor in inputs.items() if names is None or name in names}
         if not of_model:
@@ -195,7 +199,7 @@ class TrainingSpec:
                 f"batch has the fields {', '.join(inputs)} but the model takes {', '.join(names or ())}; "
                 f"rename one"
             )
-        targets = [tensor for name, tensor in inputs.items() if name not in of_model]
+        targets = {name: tensor for name, tensor in inputs.items() if name not in of_model}
         return self._call([], of_model), targets
 
     def _call(self, values: Sequence[Tensor], named: Mapping[str, Tensor]) -> Any:
@@ -221,7 +225,9 @@ class TrainingSpec:
             )
         return output
 
-    def _loss_and_metrics(self, trace: Trace, output: Any, targets: Sequence[Tensor]) -> dict[str, Tensor]:
+    def _loss_and_metrics(
+        self, trace: Trace, output: Any, targets: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
         if self.loss is None:
             loss, extra = (output[0], output[1:]) if isinstance(output, tuple) else (output, ())
             output = extra[0] if len(extra) == 1 else extra
@@ -230,19 +236,41 @@ class TrainingSpec:
                 raise GraphError(
                     "batch has no target but the loss needs one; pass (x, y), or an Engine without loss"
                 )
-            check_call("loss", self.loss, 1 + len(targets))
-            loss = self.loss(output, *targets)
+            loss = _called("loss", self.loss, output, targets)
         check_loss(loss)
         scalars = {"loss": loss}
         for name, metric in self.metrics.items():
-            check_call(f"metric {name}", metric, 1 + len(targets))
-            value = metric(output, *targets)
+            value = _called(f"metric {name}", metric, output, targets)
             number = trace.tensor(value) if isinstance(value, (Tensor, int, float, np.generic)) else None
             if number is None or number.shape != ():
                 actual = type(value).__name__ if number is None else number.value.type
                 raise GraphError(f"metric {name} is {actual} but must be one number; take its mean")
             scalars[name] = number
         return scalars
+
+
+def _called(subject: str, function: Callable[..., Any], output: Any, targets: Mapping[str, Tensor]) -> Any:
+    """What a loss or metric returns. A target that one of its arguments names is that argument; the others
+    are the remaining arguments in order. Raises GraphError where it does not take them."""
+    accepted = _keywords(function)
+    named = {name: target for name, target in targets.items() if name in accepted}
+    others = [target for name, target in targets.items() if name not in accepted]
+    remaining = [name for name in accepted if name not in named]
+    if named and len(others) <= len(remaining):
+        named |= zip(remaining, others, strict=False)
+        others = []
+    check_call(subject, function, 1 + len(others), tuple(named))
+    return function(output, *others, **named)
+
+
+def _keywords(function: Callable[..., Any]) -> list[str]:
+    """Names of the arguments of a loss or metric behind the first that can be given by name."""
+    called = function.forward if isinstance(function, Module) else function
+    try:
+        parameters = list(inspect.signature(called).parameters.values())
+    except (TypeError, ValueError):  # some builtins have none
+        return []
+    return [p.name for p in parameters[1:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
 
 
 def check_loss(loss: Any) -> None:

@@ -196,6 +196,39 @@ def test_a_loss_that_is_no_mean_is_named_in_micro_batches(name: str) -> None:
     )
 
 
+METRICS = {
+    "accuracy": (lambda o, t: (o.argmax(-1) == t.argmax(-1)).astype("f4").mean(), ""),
+    "error": (lambda o, t: np.abs(o - t).mean(), ""),
+    "correct": (
+        lambda o, t: (o.argmax(-1) == t.argmax(-1)).sum(),
+        "metric correct is a sum over the samples",
+    ),
+    "largest": (
+        lambda o, t: np.abs(o - t).max(),
+        "metric largest is not recognised as a mean over the samples",
+    ),
+    "precision": (
+        lambda o, t: ((o > 0) & (t > 0)).sum().astype("f4") / ((o > 0).sum() + 1).astype("f4"),
+        "metric precision is not recognised as a mean over the samples",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_a_metric_that_is_no_mean_is_named_in_micro_batches(name: str) -> None:
+    metric, wanted = METRICS[name]
+    engine = dg.Engine(
+        nn.Linear(6, 3), nn.MeanSquaredError(), optim.SGD(lr=0.1), metrics={name: metric},
+        strategy=dg.Strategy(micro_batches=2),
+    )  # fmt: skip
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine.run(BATCH)
+    cut = " but micro_batches is 2, whose values are averaged; "
+    reasons = [str(warning.message).partition(cut)[0] for warning in caught]
+    assert reasons == ([wanted] if wanted else [])
+
+
 def test_a_loss_may_read_and_clear_what_the_model_has_stored() -> None:
     """The loss adds a mean that the model stored."""
 
