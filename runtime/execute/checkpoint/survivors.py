@@ -79,7 +79,8 @@ def assemble(folder: Path) -> tuple[int, tuple[int, ...]] | None:
     Returns:
         Its step, and the ranks whose blocks it has; None where no step has all blocks of all tensors.
     """
-    lists = {int(path.name.removeprefix(_LIST)): _read(path) for path in sorted(folder.glob(f"{_LIST}*"))}
+    read = {int(path.name.removeprefix(_LIST)): _read(path) for path in sorted(folder.glob(f"{_LIST}*"))}
+    lists = {rank: content for rank, content in read.items() if content is not None}
     steps = sorted({content["training"]["step"] for content in lists.values()}, reverse=True)
     for step in steps:
         ranks = [rank for rank, content in lists.items() if content["training"]["step"] == step]
@@ -90,12 +91,16 @@ def assemble(folder: Path) -> tuple[int, tuple[int, ...]] | None:
     return None
 
 
-def _read(path: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(path.read_text())
-    content["blocks"] = [
-        _Block(each["name"], tuple(map(tuple, each["bounds"])), BlockFile(**each["file"]))
-        for each in content["blocks"]
-    ]
+def _read(path: Path) -> dict[str, Any] | None:
+    """The list of a rank; None where it is damaged, as after a loss of its host or file system."""
+    try:
+        content: dict[str, Any] = json.loads(path.read_text())
+        content["blocks"] = [
+            _Block(each["name"], tuple(map(tuple, each["bounds"])), BlockFile(**each["file"]))
+            for each in content["blocks"]
+        ]
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
     return content
 
 

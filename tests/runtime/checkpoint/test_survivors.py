@@ -63,6 +63,20 @@ def test_blocks_that_only_lost_ranks_had(tmp_path: Path) -> None:
     assert assemble(tmp_path / "nothing") is None
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["", "[1]", "{}", '{"blocks": [{"name": "w"}]}', "\0" * 64],
+    ids=["empty", "list", "no blocks", "no file", "zeros"],
+)
+def test_a_rank_whose_list_is_damaged_counts_as_lost(text: str, tmp_path: Path) -> None:
+    """The others have all blocks, or the job goes on from a checkpoint; none of it ends the next start."""
+    for rank in (0, 1, 2):
+        write(tmp_path, rank)
+    (tmp_path / "blocks.rank-00002").write_text(text)
+    assert assemble(tmp_path) == (3, (0, 1))
+    np.testing.assert_array_equal(Checkpoint.open(tmp_path).read("w"), VALUES["w"] + 3)
+
+
 def test_the_last_step_that_is_complete_is_taken(tmp_path: Path) -> None:
     write(tmp_path, 0, step=4)
     for rank in (1, 2):
