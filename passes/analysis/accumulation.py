@@ -7,23 +7,30 @@ constant that falls with their number), 1 for a sum. Linear ops keep it; product
 
 A value whose shape grows is the rows of the parts one behind the other only if every op before it computes a
 row from the same row of its operands, which the index rules tell. Other values that grow couple samples.
+
+The body of a loop is examined in the same way, from what its operands are. A carry must be the same at the
+end of a turn as at its beginning.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from distgraph.ir.dtypes import is_float
 from distgraph.ir.graph import Graph, Op
+from distgraph.ir.loops import ITEM, Loop, source_values
 from distgraph.ir.matmul_algorithm import CONTRACTIONS
-from distgraph.ir.op_registry import linear_groups, rule_of
+from distgraph.ir.op_registry import linear_groups, lookup, rule_of
 
 SUMS = frozenset({"reduce_sum", *CONTRACTIONS})
 """Ops that sum over a dim that their result does not have."""
+
+
+_OF_LOOPS = ("length", "turns", "reverse", "carried", "sequences", "sums")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +52,16 @@ class Growth:
 FIXED, OTHER = Growth("fixed"), Growth("other")
 
 
-def growths(small: Graph, large: Graph, factor: int) -> Mapping[str, Growth]:
+def growths(
+    small: Graph, large: Graph, factor: int, given: Mapping[str, Growth] | None = None
+) -> Mapping[str, Growth]:
     """Name of a value of the small graph -> how it depends on the samples.
 
     Args:
         small: forward part for some number of samples.
         large: the same for `factor` times as many.
         factor: from 2 up.
+        given: name of a source -> how it depends on the samples, where this is known.
     """
     growth_of: dict[str, Growth] = {}
     pairs = _pairs(small, large)
@@ -62,6 +72,12 @@ def growths(small: Graph, large: Graph, factor: int) -> Mapping[str, Growth]:
             made, like = small.producers[value.name], large.producers[wide.name]
             if made.kind == "constant":  # which it is paired with depends on the reader
                 growth_of[value.name] = _constant(made, like, factor) if like.kind == "constant" else OTHER
+        if op.name in (given or {}):
+            growth_of[op.name] = (given or {})[op.name]
+            continue
+        if lookup(op.kind).bodies:
+            growth_of |= zip((v.name for v in op.results), _looped(op, other, growth_of, factor), strict=True)
+            continue
         for number, (value, wide) in enumerate(zip(op.results, other.results, strict=True)):
             if value.shape != wide.shape:
                 growth_of[value.name] = _grown(op, other, number, growth_of, factor)
@@ -205,6 +221,52 @@ def _result(op: Op, other: Op, growth_of: Mapping[str, Growth]) -> Growth:
             kind = "linear" if any(g.kind == "linear" for g in inside) else "fixed"
             return Growth(kind, inside[0].power + sum(g.power for g in outside))
     return OTHER
+
+
+def _looped(op: Op, other: Op, growth_of: Mapping[str, Growth], factor: int) -> list[Growth]:
+    """The results of a loop; all are other where what turns hand on changes, or samples decide on turns."""
+    loop, wide = Loop(op), Loop(other)
+    coupled = [OTHER] * len(op.results)
+    if any(op.attrs.get(key) != other.attrs.get(key) for key in _OF_LOOPS):
+        return coupled
+    sources = source_values(loop.body)
+    given = {
+        sources[name].name: _item(growth_of[value.name]) if name.startswith(ITEM) else growth_of[value.name]
+        for value, name in zip(op.operands, loop.operand_names, strict=True)
+    }
+    for _ in range(2):  # a number that turns add to is a sum from the second one on
+        inner = growths(loop.body, wide.body, factor, given)
+        changed = {b.name: inner[e.name] for b, e in loop.carries if inner[e.name] != given[b.name]}
+        if not changed:
+            break
+        if any(g.kind != "linear" or g.power or given[name] != FIXED for name, g in changed.items()):
+            return coupled
+        given |= changed
+    else:
+        return coupled
+    if loop.condition is not None and wide.condition is not None:
+        named = {value.name: name for name, value in sources.items()}
+        decides = source_values(loop.condition)
+        begins = {decides[n].name: given[name] for name, n in named.items() if name in given and n in decides}
+        ((_, decision),) = loop.condition.outputs
+        if growths(loop.condition, wide.condition, factor, begins)[decision.name] != FIXED:
+            return coupled
+    last = loop.carried + loop.sums
+    return [
+        _stacked(inner[value.name]) if number >= last else inner[value.name]
+        for number, value in enumerate(loop.result_values)
+    ]
+
+
+def _item(sequence: Growth) -> Growth:
+    """One item of a sequence, whose first dim are the turns; other where these are the samples."""
+    if sequence.kind != "rows":
+        return sequence
+    return replace(sequence, dim=sequence.dim - 1) if sequence.dim else OTHER
+
+
+def _stacked(item: Growth) -> Growth:
+    return replace(item, dim=item.dim + 1) if item.kind == "rows" else item
 
 
 def _summed(op: Op, other: Op, operands: Sequence[Growth]) -> Growth:
