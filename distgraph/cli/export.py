@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from distgraph.plan.export import EXPORTERS
+from distgraph.plan.export.exporters import EXPORTERS
 from distgraph.plan.plan import Plan
 
 

@@ -6,7 +6,7 @@ import functools
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,7 +22,6 @@ from distgraph.engine.commands.script_runner import offer_program, offer_step
 from distgraph.engine.compile.loss_scaling import SCALE
 from distgraph.engine.compile.plan_apply import check_batch
 from distgraph.engine.compile.plan_extract import extract_plan
-from distgraph.engine.compile.program_forecast import check_outputs, cluster_for, forecast_training
 from distgraph.engine.compile.program_summary import PlanView
 from distgraph.engine.compile.program_warnings import warn_conflicts
 from distgraph.engine.compile.strategy_passes import strategy_pipeline
@@ -40,13 +39,15 @@ from distgraph.kernels.random import random_key
 from distgraph.optim import Optimizer
 from distgraph.plan.plan import Plan
 from distgraph.plan.strategy import Strategy
-from distgraph.resources import Cluster, load_cluster
+from distgraph.resources import Cluster
 from distgraph.resources.runtimes.runtime_model import RuntimeModel
 from distgraph.runtime.execute.checkpoint import Checkpoint
 from distgraph.runtime.execute.measured_timeline import MeasuredTimeline
 from distgraph.runtime.execute.process_group import enter, is_chief
 from distgraph.runtime.execute.recorder import Recording, StepRecords
-from distgraph.runtime.forecast.forecast import Forecast
+
+if TYPE_CHECKING:
+    from distgraph.runtime.forecast.forecast import Forecast
 
 
 class Engine:
@@ -423,14 +424,11 @@ class Engine:
             ResourceError: there is no cluster, it has too few devices, or gives no number that a cost needs;
                 there is no such runtime.
         """
+        from distgraph.engine.compile.program_forecast import forecast_of  # noqa: PLC0415 (loads the forecast)
+
         compiled = self._session.first_program("forecast")
-        timeline = check_outputs(html, measured)
-        chosen = load_cluster(cluster) if isinstance(cluster, (str, Path)) else cluster
-        chosen = cluster_for(chosen, self.cluster, "forecast(cluster=...)")
-        built = (compiled.build, compiled.mapping) if chosen is self.cluster else None
-        result = forecast_training(compiled.request, chosen, built, runtime)
-        result.write(html, trace, timeline)
-        return result.forecast
+        built = compiled.build, compiled.mapping
+        return forecast_of(compiled.request, built, self.cluster, cluster, runtime, html, trace, measured)
 
     def start_recording(self) -> None:
         """From the next training step on, record when every task runs on every rank, and when ranks wait.

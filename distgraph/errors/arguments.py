@@ -252,15 +252,20 @@ class Check:
 
 
 def _checks_of(owner: Any) -> dict[str, Check]:
-    """Name -> check of the annotations of a function, or of the fields that classes of distgraph declare."""
+    """Name -> check of the annotations of a function, or of the fields that classes of distgraph declare.
+
+    What a function returns is not evaluated: its type may be one that is imported for type checkers only.
+    """
     hints: dict[str, Any] = {}
     if isinstance(owner, type):
         for base in reversed(owner.__mro__):
             if base.__module__.startswith("distgraph."):
                 hints |= typing.get_type_hints(base, include_extras=True)
     else:
-        hints = typing.get_type_hints(owner, include_extras=True)
-    hints.pop("return", None)
+        given = {name: hint for name, hint in owner.__annotations__.items() if name != "return"}
+        home = inspect.unwrap(owner).__globals__
+        named = types.SimpleNamespace(__annotations__=given)
+        hints = typing.get_type_hints(named, home, include_extras=True)
     checks = {name: _check(hint) for name, hint in hints.items()}
     return {name: check for name, check in checks.items() if check is not _ANYTHING} or {"": _ANYTHING}
 

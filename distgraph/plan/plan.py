@@ -25,7 +25,7 @@ from distgraph.errors.arguments import checked_arguments
 from distgraph.ir.range_notation import fold, unfold
 from distgraph.ir.sharding_spec import ShardSpec
 from distgraph.plan.decisions import Decisions
-from distgraph.plan.export import EXPORTERS, Export, Surface
+from distgraph.plan.export.module_interface import Surface
 from distgraph.plan.placement import PlacedRanks
 from distgraph.plan.plan_components import (
     Computed,
@@ -48,6 +48,7 @@ from distgraph.serialization.documents import dumps, parse_json, read_json
 if TYPE_CHECKING:
     from distgraph.plan.apply.distributed_module import DistributedModule
     from distgraph.plan.apply.jax_application import DistributedFunction
+    from distgraph.plan.export.result import Export
 
 __all__ = [
     "Plan", "Comparison", "Program", "Stage", "Layer", "Stored", "Computed", "LayerOps", "Estimate",
@@ -175,6 +176,8 @@ class Plan(Decisions):
             GraphError: the framework is unknown, or the plan has no surface.
             ShardingError: the framework has no way to do what the plan says; the message lists why.
         """
+        from distgraph.plan.export.exporters import EXPORTERS  # noqa: PLC0415 (few programs export)
+
         if framework not in EXPORTERS:
             names = ", ".join(EXPORTERS)
             raise GraphError(f"framework {framework!r} is unknown; a plan is exported to {names}")

@@ -17,8 +17,7 @@ from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import ShardSpec
 from distgraph.models import GPT, stages
 from distgraph.passes.complete import complete
-from distgraph.plan.export import Surface
-from distgraph.plan.export.module_interface import Flow
+from distgraph.plan.export.module_interface import Flow, Surface
 from distgraph.plan.plan import Plan
 
 

@@ -23,8 +23,7 @@ from distgraph.engine.compile.train_graph import train_graph
 from distgraph.errors import GraphError, ShardingError
 from distgraph.ir.sharding_spec import ShardSpec
 from distgraph.passes.complete import complete
-from distgraph.plan.export import Surface, surface_of
-from distgraph.plan.export.module_interface import Flow, Part, Read
+from distgraph.plan.export.module_interface import Flow, Part, Read, Surface, surface_of
 from distgraph.plan.plan import Plan
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import errno
 import os
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -200,6 +201,9 @@ class TensorBoard(Callback):
 
 def _started_bar() -> Progress | None:
     """A progress bar on standard error, or None where that is no terminal."""
+    forced = any(name in os.environ for name in ("FORCE_COLOR", "TTY_COMPATIBLE"))  # as rich reads them
+    if not forced and not (sys.stderr and sys.stderr.isatty()):
+        return None
     from rich.console import Console  # noqa: PLC0415 (only the rank that shows it loads it)
     from rich.progress import (  # noqa: PLC0415
         BarColumn,

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from distgraph.engine.compile.compile_request import CompileRequest
 from distgraph.engine.compile.fingerprint import program_of
@@ -25,7 +26,7 @@ from distgraph.passes.search.layering.layer_sequence import REST, Layering, clus
 from distgraph.passes.search.layering.layer_sequence import Layer as GraphLayer
 from distgraph.passes.serial.loops.flatten import flat_layers, flatten, has_loops
 from distgraph.plan.decisions import Decisions
-from distgraph.plan.export import surface_of
+from distgraph.plan.export.module_interface import surface_of
 from distgraph.plan.plan import (
     Computed,
     Decision,
@@ -41,8 +42,10 @@ from distgraph.plan.plan import (
 from distgraph.plan.plan_components import KINDS
 from distgraph.plan.plan_diff import layer_line, rest_line
 from distgraph.resources import Cluster, RankMapping
-from distgraph.runtime.forecast.forecast import Forecast
 from distgraph.runtime.program.build import Build
+
+if TYPE_CHECKING:
+    from distgraph.runtime.forecast.forecast import Forecast
 
 
 def extract_plan(

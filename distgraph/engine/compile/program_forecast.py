@@ -21,7 +21,7 @@ from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
 from distgraph.passes.pass_pipeline import run_passes
 from distgraph.passes.pass_registry import PassContext
-from distgraph.resources import Cluster, RankMapping
+from distgraph.resources import Cluster, RankMapping, load_cluster
 from distgraph.resources.mesh_communication import MeshCommunication
 from distgraph.resources.runtimes.runtime_model import RuntimeModel
 from distgraph.runtime.execute.measured_timeline import MeasuredTimeline
@@ -145,6 +145,32 @@ def forecast_training(
     program, mapping = built
     step = forecast(program, cluster, mapping, runtime=runtime, trace=True)
     return ProgramForecast(request, cluster, program, mapping, step)
+
+
+def forecast_of(
+    request: CompileRequest,
+    built: tuple[Build, RankMapping | None],
+    of_engine: Cluster | None,
+    cluster: Cluster | str | Path | None,
+    runtime: RuntimeModel | str | None,
+    html: str | Path | None,
+    trace: str | Path | None,
+    measured: MeasuredTimeline | str | Path | None,
+) -> Forecast:
+    """What `Engine.forecast` returns and writes.
+
+    Args:
+        request: the program.
+        built: the program as it was compiled for the cluster of the engine.
+        of_engine: that cluster.
+        cluster, runtime, html, trace, measured: the arguments of `Engine.forecast`.
+    """
+    timeline = check_outputs(html, measured)
+    chosen = load_cluster(cluster) if isinstance(cluster, (str, Path)) else cluster
+    chosen = cluster_for(chosen, of_engine, "forecast(cluster=...)")
+    result = forecast_training(request, chosen, built if chosen is of_engine else None, runtime)
+    result.write(html, trace, timeline)
+    return result.forecast
 
 
 def with_data_parallel_inputs(serial: Graph, mesh: ProcessMesh, length: int | None = None) -> Graph:

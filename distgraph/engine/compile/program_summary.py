@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from distgraph.engine.compile.strategy_passes import complete_with
 from distgraph.errors import GraphError
@@ -21,7 +22,6 @@ from distgraph.ir.graph import Graph, Op, Value
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.passes.analysis.conflicts import Conflict, conflicts
 from distgraph.passes.partition import RankProgram
-from distgraph.plan.export import Export
 from distgraph.plan.plan import Plan
 from distgraph.plan.report import Comparison
 from distgraph.plan.strategy import Strategy
@@ -32,6 +32,9 @@ from distgraph.runtime.program.build import Build
 from distgraph.runtime.program.storage import nbytes
 from distgraph.runtime.report.tensor_table import TensorRow
 from distgraph.serialization.text_table import indented_table
+
+if TYPE_CHECKING:
+    from distgraph.plan.export.result import Export
 
 _MANY = 64  # in a program with more ranks, collectives are counted on one rank of every mesh
 

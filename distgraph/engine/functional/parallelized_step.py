@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,9 +28,11 @@ from distgraph.nn import Buffer, Parameter
 from distgraph.plan.plan import Plan
 from distgraph.plan.strategy import Strategy
 from distgraph.resources import Cluster, load_cluster, local_cluster
-from distgraph.runtime.forecast.forecast import Forecast
 from distgraph.runtime.job.job_files import ranks_of_job
 from distgraph.tracing.pytrees import leaves, map_leaves, same_leaves
+
+if TYPE_CHECKING:
+    from distgraph.runtime.forecast.forecast import Forecast
 
 METHODS = ("data_parallel", "zero2", "zero3", "shard", "pipeline", "auto")
 LAYERS = ("manual", "auto")

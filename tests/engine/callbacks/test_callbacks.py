@@ -7,6 +7,7 @@ import io
 import re
 import resource
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -308,14 +309,21 @@ def test_csv(tmp_path: Path) -> None:
 
 def test_progress_bar_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = {}
-    for terminal in (True, False):
-        console = Console(file=io.StringIO(), force_terminal=terminal, width=120)
+    for variable in ("FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(variable, raising=False)
+    for terminal, of_rich in ((True, True), (True, False), (False, True)):
+        console = Console(file=io.StringIO(), force_terminal=of_rich, width=120)
         monkeypatch.setattr("rich.console.Console", lambda stderr, console=console: console)
+        monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
         engine().fit(data(16), epochs=2, batch_size=8, progress=True)
-        shown[terminal] = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "epoch 2/2" in shown[True]
-    assert "loss" in shown[True]
-    assert shown[False] == ""
+        shown[terminal, of_rich] = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "epoch 2/2" in shown[True, True]
+    assert "loss" in shown[True, True]
+    assert shown[True, False] == ""
+    assert shown[False, True] == ""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    engine().fit(data(16), epochs=2, batch_size=8, progress=True)
+    assert "epoch 2/2" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_tensorboard_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

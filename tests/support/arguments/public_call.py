@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import signal
 import traceback
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
+from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -87,19 +90,30 @@ class PublicCall:
         owner = self.owner
         if isinstance(owner, type) and not is_dataclass(owner):
             owner = owner.__init__  # type: ignore[misc]
+        return _hints_of(owner)
+
+
+@cache
+def _hints_of(owner: Any) -> dict[str, Any]:
+    if isinstance(owner, type):
         return typing.get_type_hints(owner, include_extras=True)
+    given = {name: hint for name, hint in owner.__annotations__.items() if name != "return"}
+    named = SimpleNamespace(__annotations__=given)
+    return typing.get_type_hints(named, inspect.unwrap(owner).__globals__, include_extras=True)
+
+
+@cache
+def _adapter(hint: Any) -> TypeAdapter[Any]:
+    try:
+        return TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True, strict=True))
+    except PydanticUserError:  # of a model, which has a configuration of its own
+        return TypeAdapter(hint)
 
 
 def _fits(hint: Any, value: Any) -> bool:
     """Whether pydantic takes a value for an annotation as it is."""
     try:
-        adapter: TypeAdapter[Any] = TypeAdapter(
-            hint, config=ConfigDict(arbitrary_types_allowed=True, strict=True)
-        )
-    except PydanticUserError:  # of a model, which has a configuration of its own
-        adapter = TypeAdapter(hint)
-    try:
-        adapter.validate_python(value)
+        _adapter(hint).validate_python(value)
     except ValidationError:
         return False
     return True

@@ -14,7 +14,7 @@ from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import ShardSpec
 from distgraph.models import GShardMoE, MoEConfig, stages
 from distgraph.passes.complete import complete
-from distgraph.plan.export import surface_of
+from distgraph.plan.export.module_interface import surface_of
 from distgraph.plan.plan import Plan, Program, Stage, Stored
 
 
