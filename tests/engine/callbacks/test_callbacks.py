@@ -488,3 +488,14 @@ def test_a_file_where_a_folder_is(tmp_path: Path) -> None:
     for callback in (CSVLogger, Timeline):
         with pytest.raises(RuntimeFault, match=f"{callback.__name__}: .* cannot be written: it is a folder"):
             callback(tmp_path)
+
+
+def test_hooks_with_other_arguments_are_refused_before_training() -> None:
+    bad = type("Bad", (Callback,), {"on_epoch_end": lambda self, engine: None})()
+    counts, message = (
+        Counts(),
+        r"on_epoch_end of callback Bad takes \(engine\) but .*\(engine, epoch, logs\)",
+    )
+    with pytest.raises(RuntimeFault, match=message):
+        engine().fit(data(8), batch_size=8, callbacks=[counts, bad], progress=False)
+    assert counts.steps == 0
