@@ -124,3 +124,13 @@ def test_the_planned_example_runs_as_it_stands(tmp_path: Path) -> None:
     first, last = re.search(r"loss (\S+) -> (\S+)", said["run"]).groups()
     assert float(last) < float(first)
     assert f"{len(plan.ranks)} rank" in said["run"]
+
+
+@pytest.mark.parametrize("name", ["models/control_flow.md", "running/training_safety.md"])
+def test_examples_of_pages_run(name: str) -> None:
+    """Those that import what they use."""
+    text = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    examples = re.findall(r"^```python\n(import .*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert examples
+    for example in examples:
+        exec(compile(example, name, "exec"), {})
