@@ -318,9 +318,9 @@ def _check_takes_state(name: str, function: Callable[..., Any], state: int, fixe
         signature.bind(*range(state + fixed))
     except TypeError:
         raise GraphError(
-            f"{name} of while_loop takes {signature} but is called with {state + fixed} arguments, the tensors "
-            f"of state and fixed; take each as an argument of its own, such as lambda n, x: (n + 1, x * 2), or "
-            f"give lambda *state: f(state)"
+            f"{name} of while_loop takes {signature} but is called with {state + fixed} arguments, the "
+            f"tensors of state and fixed; take each as an argument of its own, such as "
+            f"lambda n, x: (n + 1, x * 2), or give lambda *state: f(state)"
         ) from None
 
 
