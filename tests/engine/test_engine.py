@@ -360,6 +360,11 @@ def test_mesh_larger_than_the_cluster() -> None:
         (lambda x, y: (x, y[:-1]), RuntimeFault, "batch.0 has 20, batch.1 has 19"),
         (lambda x, y: (x.astype("c16"), y), RuntimeFault, "complex128.* is not supported"),
         (lambda x, y: (x, x, y), GraphError, r"model takes \(x\) but the batch gives it 2 inputs"),
+        (
+            lambda x, y: [*x],
+            GraphError,
+            r"the batch gives it 19 inputs.*; for rows of one array pass np.asarray",
+        ),
         (lambda x, y: x, GraphError, "batch has no target"),
         (lambda x, y: ((x, x), y), RuntimeFault, r"one sample each .* such as \(x, z, labels\)"),
         (lambda x, y: None, RuntimeFault, "data is None"),
