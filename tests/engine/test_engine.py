@@ -388,6 +388,8 @@ def test_bad_settings() -> None:
         ShardingError, match="mode 'magic' of Strategy does not exist; the modes are manual, semi, "
     ):
         dg.Strategy(mode="magic")
+    with pytest.raises(ShardingError, match=r"there is no mesh; give it one, or, .*shard_tensor\(x, mesh"):
+        dg.Strategy(batch_axis="dp")
     with pytest.raises(ShardingError, match="axis 'tp' is not in mesh"):
         dg.Strategy(mesh=dg.ProcessMesh.grid(dp=2), batch_axis="tp")
     with pytest.raises(GraphError, match="batch_size is 10 but micro_batches is 4"):
