@@ -124,6 +124,18 @@ _REDUCE = {
     "logical_or": "any",
     "logical_and": "all",
 }
+_NEUTRAL = {
+    "sum": "0",
+    "prod": "1",
+    "max": "-np.inf",
+    "min": "np.inf",
+    "amax": "-np.inf",
+    "amin": "np.inf",
+    "any": "False",
+    "all": "True",
+    "count_nonzero": "0",
+}
+"""Reduction -> element that does not change its result."""
 _ACCUMULATE = {"add": ops.cumsum, "multiply": ops.cumprod}
 
 
@@ -136,10 +148,27 @@ def _drop_defaults(name: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         value = options.pop(option, None)
         idle = value is None or value is True or (isinstance(value, str) and value in ("same_kind", "C", "K"))
         if not idle:
-            raise GraphError(
-                f"numpy.{name} with {option}= does not trace; leave it out, tensors are never written to"
-            )
+            raise GraphError(f"numpy.{name} with {option}= does not trace; {_without(name, option)}")
     return options
+
+
+def _without(name: str, option: str) -> str:
+    """How a NumPy function is called without an option that does not trace, with the same result."""
+    reduced = _REDUCE.get(name, name)
+    if option == "where" and reduced in ("mean", "std", "var"):
+        return "use np.where(mask, x, 0).sum(axis) / mask.sum(axis), the mean of those where mask holds"
+    if option == "where" and reduced in _NEUTRAL:
+        return f"use np.{reduced}(np.where(mask, x, {_NEUTRAL[reduced]}), axis)"
+    if option == "where":
+        return f"use np.where(mask, np.{name}(...), other)"
+    if option == "order" and name in ("reshape", "ravel"):
+        return 'use np.reshape(x.T, shape[::-1]).T, which is order="F"; without order it is "C"'
+    if option == "initial":
+        joint = {"sum": "add", "prod": "multiply", "min": "minimum", "amin": "minimum"}.get(
+            reduced, "maximum"
+        )
+        return f"use np.{joint}(np.{reduced}(x, axis), initial)"
+    return "leave it out, tensors are never written to and have no order in memory"
 
 
 def apply_ufunc(ufunc: Any, method: str, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

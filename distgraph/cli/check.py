@@ -14,6 +14,7 @@ from distgraph.cli.script_options import (
     refuse_option_of_script,
     split_options,
     strategy_text,
+    take_repeated,
 )
 from distgraph.engine.commands.inspection import check_script
 from distgraph.engine.commands.overrides import giving
@@ -30,14 +31,15 @@ def check(
     plan: Annotated[str, PLAN] = "",
     cluster: Annotated[str, CLUSTER] = "",
     precision: Annotated[str, PRECISION] = "",
-    strategy: Annotated[str, STRATEGY] = "",
+    strategy: Annotated[list[str] | None, STRATEGY] = None,
 ) -> None:
     """Compare the partitioned with the serial program of a script on the first batch, value by value."""
     if not samples:
         refuse_option_of_script("check", "--samples", script, args)
-    named = {"--plan": plan, "--cluster": cluster, "--precision": precision, "--strategy": strategy}
-    (plan, cluster, precision, strategy), left = split_options(named, args)
-    fields = strategy_text(precision, strategy)
+    behind, args = take_repeated("--strategy", args)
+    named = {"--plan": plan, "--cluster": cluster, "--precision": precision}
+    (plan, cluster, precision), left = split_options(named, args)
+    fields = strategy_text(precision, [*(strategy or ()), *behind])
     with giving(Plan.load(plan) if plan else None, load_cluster(cluster) if cluster else None, fields):
         report = check_script(script, left, samples)
     typer.echo(report)

@@ -22,7 +22,7 @@ def forecast(
     runtime: Annotated[str, RUNTIME] = "",
     plan: Annotated[str, PLAN] = "",
     precision: Annotated[str, PRECISION] = "",
-    strategy: Annotated[str, STRATEGY] = "",
+    strategy: Annotated[list[str] | None, STRATEGY] = None,
     html: Annotated[str, typer.Option("--html", help="Write a report as one offline HTML page.")] = "",
     trace: Annotated[str, typer.Option("--trace", help="Write a Chrome trace, for ui.perfetto.dev.")] = "",
     measured: Annotated[

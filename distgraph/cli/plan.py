@@ -66,7 +66,7 @@ def plan(
     memory: Annotated[str | None, MEMORY] = None,
     devices: Annotated[int | None, DEVICES] = None,
     precision: Annotated[str, PRECISION] = "",
-    strategy: Annotated[str, STRATEGY] = "",
+    strategy: Annotated[list[str] | None, STRATEGY] = None,
     start: Annotated[str, START] = "",
     measure: Annotated[
         int, typer.Option("--measure", help="Run N of the best plans for some steps; keep the fastest.")
@@ -92,9 +92,10 @@ def plan(
         memory=memory,
         devices=devices,
     )
-    if any(field.startswith("mode=") for field in strategy.split()):
+    given = " ".join(strategy or ())
+    if any(field.startswith("mode=") for field in given.split()):
         raise GraphError(
-            f"plan: --strategy is {strategy!r} but the mode of a plan is given by --mode, which is {mode}; "
+            f"plan: --strategy is {given!r} but the mode of a plan is given by --mode, which is {mode}; "
             f"give it there"
         )
     if seconds is not None and mode in set(MODES).difference(SEARCHED) and not constraints.chooses:

@@ -44,7 +44,7 @@ def run(
     plan: Annotated[list[str] | None, PLAN] = None,
     cluster: Annotated[str, CLUSTER] = "",
     precision: Annotated[str, PRECISION] = "",
-    strategy: Annotated[str, STRATEGY] = "",
+    strategy: Annotated[list[str] | None, STRATEGY] = None,
     hosts: Annotated[str, HOSTS] = "",
     hostfile: Annotated[str, HOSTFILE] = "",
     launcher: Annotated[str | None, LAUNCHER] = None,
@@ -63,16 +63,16 @@ def run(
     """
     if ranks is None:
         refuse_option_of_script("run", "-n", script, args)
-    named = {"--cluster": cluster, "--hosts": hosts, "--hostfile": hostfile}
-    named |= {"--precision": precision, "--strategy": strategy}
+    named = {"--cluster": cluster, "--hosts": hosts, "--hostfile": hostfile, "--precision": precision}
     behind, args = take_repeated("--plan", args)
     plans = [*(plan or []), *behind]
-    (cluster, hosts, hostfile, precision, strategy), left = split_options(named, args)
+    behind, args = take_repeated("--strategy", args)
+    (cluster, hosts, hostfile, precision), left = split_options(named, args)
     env = dict(os.environ)
     if cluster:
         distgraph.load_cluster(cluster)  # reports an error in the file once, instead of on every rank
         env[CLUSTER_VARIABLE] = str(Path(cluster).resolve()) if Path(cluster).is_file() else cluster
-    if fields := strategy_text(precision, strategy):
+    if fields := strategy_text(precision, [*(strategy or ()), *behind]):
         env[STRATEGY_VARIABLE] = fields
     argv = [script, *left]
     listed = given_hosts("run", hosts, hostfile)

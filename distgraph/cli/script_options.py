@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import typer
 
@@ -43,7 +43,9 @@ HOSTS = typer.Option("--hosts", help="Hosts and their slots, such as a:4,b:4; ma
 HOSTFILE = typer.Option("--hostfile", help="File with a host and its slots a line; may follow the script.")
 PRECISION = typer.Option("--precision", help="bf16 or fp16 to compute in 16 bits; default: the script's.")
 STRATEGY = typer.Option(
-    "--strategy", help='Fields of Strategy in place of the script\'s, such as "zero=2 mesh=dp:2,tp:2".'
+    "--strategy",
+    help='Fields of Strategy in place of the script\'s, such as "zero=2 mesh=dp:2,tp:2"; may be given '
+    "several times.",
 )
 
 
@@ -80,13 +82,13 @@ def recomputed_layers(text: str) -> bool | str | tuple[int, ...] | None:
     return words[text] if text in words else numbers_of_layers("--recompute", text)
 
 
-def strategy_text(precision: str, strategy: str) -> str:
-    """The fields of `--precision` and `--strategy`, checked here, before the script runs.
+def strategy_text(precision: str, strategies: Sequence[str] | None) -> str:
+    """The fields of `--precision` and of all `--strategy`, checked here, before the script runs.
 
     Raises:
         ShardingError: a field is malformed, unknown or given twice.
     """
-    text = f"precision={precision} {strategy}" if precision else strategy
+    text = " ".join([f"precision={precision}"] * bool(precision) + list(strategies or ()))
     if not text:  # most commands give no field and need not load what follows
         return ""
     from distgraph.plan.precision import precision_of  # noqa: PLC0415

@@ -15,6 +15,7 @@ from distgraph.ir.graph import Graph
 from distgraph.ir.sharding_spec import DistAttr, ShardSpec
 from distgraph.nn import Parameter
 from distgraph.nn.initializers import Init, materialize
+from distgraph.nn.parameter import Settings
 from distgraph.runtime.execute.device import Device, Host
 from distgraph.runtime.execute.process_group import World
 
@@ -61,6 +62,8 @@ class Memory:
         self.equal_step: int | None = None
         self._blocks: dict[int, dict[str, Any]] = {}
         self._compared: set[str] = set()  # names whose arrays were compared between processes
+        self._compiled: dict[str, tuple[Parameter, Settings]] = {}  # by name, as programs were compiled
+        self._changes = -1  # `Parameter.changes` when the settings were last compared
 
     @property
     def layouts(self) -> dict[str, DistAttr]:
@@ -77,6 +80,8 @@ class Memory:
             name, value, attr = str(op.attrs["name"]), op.result, graph.attrs[op.name]
             records = self.caches if "transient" in op.attrs else self.records
             existing = records.get(name)
+            if name in self.parameters and name not in self._compiled:
+                self._compiled[name] = self.parameters[name], self.parameters[name].settings
             if existing is None:
                 init = tuple(op.attrs.get("init", ("zeros",)))
                 attr = DistAttr(attr.mesh, ShardSpec(attr.spec.dims), attr.origin)
@@ -87,6 +92,24 @@ class Memory:
                     f"earlier program; "
                     "shapes of parameters must not depend on the batch"
                 )
+
+    def check_unchanged(self) -> None:
+        """Raises GraphError when a parameter has other settings than when a program was compiled for it.
+
+        A program keeps the settings that it was compiled with, one for another batch size takes new ones.
+        """
+        changes = Parameter.changes
+        if changes != self._changes:
+            for name, (parameter, before) in self._compiled.items():
+                if not parameter.settings.same(before):
+                    raise GraphError(_changed(name, before, parameter.settings))
+            self._changes = changes
+
+    def take_value(self, name: str) -> None:
+        """From now on, compare with the array that the parameter of a name starts from at present."""
+        if name in self._compiled:
+            parameter, before = self._compiled[name]
+            self._compiled[name] = parameter, before._replace(init=parameter.init, value=parameter.value)
 
     def given(self, graph: Graph) -> dict[str, np.ndarray]:
         """Name -> array of every tensor of a program that starts from one, and of no program before."""
@@ -200,6 +223,26 @@ class Memory:
         return materialize(record.init, name, self.seed, record.shape, starts, local, record.dtype, xp)
 
 
+def _changed(name: str, before: Settings, now: Settings) -> str:
+    """The error for a parameter whose settings have changed."""
+    when = "when this engine compiled a program with it"
+    anew = "save a checkpoint, make a new Engine of the changed model, and load the checkpoint"
+    if now.trainable != before.trainable:
+        return (
+            f"parameter {name} has trainable={now.trainable} but had trainable={before.trainable} {when}; "
+            f"set it back, or {anew}"
+        )
+    if now.annotation != before.annotation:
+        return (
+            f"parameter {name} is annotated {now.annotation or 'no layout'} but was annotated "
+            f"{before.annotation or 'no layout'} {when}; annotate before the first call, or {anew}"
+        )
+    return (
+        f"parameter {name} starts from another {'init' if now.value is before.value else 'array'} than "
+        f"{when}; engine.assign({{{name!r}: array}}) changes the numbers that an engine has"
+    )
+
+
 def gather_tensors(world: World, memory: Memory, names: Iterable[str]) -> dict[str, np.ndarray]:
     """Whole arrays of parameters and states, on every process; those that no program uses are left out.
 
@@ -248,6 +291,8 @@ def assign_tensors(world: World, memory: Memory, names: Iterable[str], arrays: M
             )
         checked[name] = array
     world.run(lambda rank: _assign(memory, rank, checked))
+    for name in checked:
+        memory.take_value(name)
 
 
 def _assign(memory: Memory, rank: int, arrays: Mapping[str, np.ndarray]) -> None:

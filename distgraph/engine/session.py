@@ -85,12 +85,14 @@ class Session:
 
         Raises:
             RuntimeFault: the batch is empty.
+            GraphError: a parameter has other settings than when an earlier program was compiled.
             GraphError, ShardingError, ResourceError: as `compile_program`; there is a plan for training
                 batches of another size; a plan is to be searched but there is no cluster.
             InfeasibleError: no plan fits the cluster.
         """
         if len(batch) == 0:
             raise RuntimeFault("batch has 0 samples; there is nothing to do")
+        self.memory.check_unchanged()
         fields = batch.fields()
         key = (mode, len(batch), tuple(fields.items()), sequence)
         if key not in self.programs:

@@ -61,6 +61,8 @@ def check_parts(
         raise GraphError(f"plan is {shown(plan)} but must be a distgraph.Plan, or the path of a plan file")
     if not is_integer(seed):
         raise GraphError(f"seed is {shown(seed)} but must be an integer")
+    if not -(2**63) <= seed < 2**64:
+        raise GraphError(f"seed is {shown(seed)} but must fit into 64 bits; use a number below 2**64")
 
 
 def check_micro_batches(batch_size: int, micro_batches: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -14,6 +14,19 @@ from distgraph.ir.sharding_spec import AxisAttr, DistAttr
 from distgraph.nn.initializers import Init, check_constant, check_init
 from distgraph.tracing.tensor import Tensor, TensorOperators
 from distgraph.tracing.tracer import Trace
+
+
+class Settings(NamedTuple):
+    """What a program takes from a parameter when it is compiled."""
+
+    trainable: bool
+    annotation: DistAttr | AxisAttr | None
+    init: Init
+    value: np.ndarray | None
+
+    def same(self, other: Settings) -> bool:
+        """Whether other settings are equal, with the same array."""
+        return self[:3] == other[:3] and self.value is other.value
 
 
 @checked_arguments()
@@ -27,10 +40,12 @@ class Parameter(TensorOperators):
         annotation: layout that the user annotated, on a mesh or by names of axes; or None.
         name: module path such as "blocks.3.attn.q.weight"; set when the root module is entered.
         value: the array that it starts from, if one was assigned; see `assign`.
+        changes: how many settings of parameters have changed so far in this process, see `Settings`.
     """
 
     kind = "param"
     dtype: str
+    changes: ClassVar[int] = 0
 
     def __init__(
         self,
@@ -51,10 +66,24 @@ class Parameter(TensorOperators):
         self.name = ""
         self.value: np.ndarray | None = None
 
+    if not TYPE_CHECKING:
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            """Count changes of settings, so that an engine compares them only where there are new ones."""
+            if name in Settings._fields:
+                Parameter.changes += 1
+            super().__setattr__(name, value)
+
+    @property
+    def settings(self) -> Settings:
+        """What a program takes from this parameter when it is compiled."""
+        return Settings(self.trainable, self.annotation, self.init, self.value)
+
     def assign(self, value: Any) -> None:
         """Start from the numbers of an array instead of those of `init`; the array is copied.
 
-        An engine reads them when it first needs the parameter, so they must be assigned before it trains.
+        An engine reads them when it first needs the parameter, so they must be assigned before it trains;
+        `engine.assign` changes the numbers that an engine has.
 
         Raises:
             GraphError: the array has another shape, or numbers that the dtype of the parameter cannot hold.

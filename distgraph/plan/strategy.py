@@ -192,7 +192,9 @@ class Strategy:
             )
         if self.batch_axes and self.mesh is None:
             raise ShardingError(
-                f"batch_axis of Strategy is {self.batch_axis!r} but there is no mesh; give it one"
+                f"batch_axis of Strategy is {self.batch_axis!r} but there is no mesh; give it one, or, where "
+                "stages have meshes, annotate inputs in forward, such as "
+                'dg.shard_tensor(x, mesh, ["dp", None])'
             )
         self._check_batch_axes()
         self._check_device()

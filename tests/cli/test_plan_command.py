@@ -237,6 +237,13 @@ def test_fields_of_the_strategy_go_before_the_script_s(
     plain = files["plain"]
     assert invoke("run", "--precision", "bf16", plain, "--strategy", "zero=2", "-x")[0] == 0
     assert seen == [([plain, "-x"], "precision=bf16 zero=2")]
+    repeated = ("--strategy", "zero=2"), ("--strategy", "micro_batches=4")
+    assert invoke("run", *repeated[0], *repeated[1], plain)[0] == 0
+    assert invoke("run", *repeated[0], plain, *repeated[1], "-x")[0] == 0
+    assert seen[1:] == [([plain], "zero=2 micro_batches=4"), ([plain, "-x"], "zero=2 micro_batches=4")]
+    for command in ("plan", "check", "forecast", "run"):
+        code, output = invoke(command, *repeated[0], "--strategy=zero=3", plain)
+        assert (code, "zero is given twice" in output) == (1, True)
     with giving(None, strategy="precision=bf16"):
         assert dg.Engine(dg.nn.ReLU()).training_spec.strategy.precision == "bf16"
     monkeypatch.setenv(STRATEGY_VARIABLE, "precision=fp16")

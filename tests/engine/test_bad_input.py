@@ -267,6 +267,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[DistGraphError], str]] = {
         "nosuch: neither a file nor a shipped",
     ),
     "cluster by size": (lambda: train(cluster=4), ResourceError, "cluster is 4 but must be a Cluster"),
+    "seed of 70 bits": (lambda: train(seed=2**70), GraphError, "seed is .* must fit into 64 bits; use"),
     "seed as text": (lambda: train(seed="a"), GraphError, "seed is 'a' but must be an integer"),
     # models
     "if of a tensor": (

@@ -362,6 +362,11 @@ def test_mesh_larger_than_the_cluster() -> None:
         (lambda x, y: (x, y[:-1]), RuntimeFault, "batch.0 has 20, batch.1 has 19"),
         (lambda x, y: (x.astype("c16"), y), RuntimeFault, "complex128.* is not supported"),
         (lambda x, y: (x, x, y), GraphError, r"model takes \(x\) but the batch gives it 2 inputs"),
+        (
+            lambda x, y: [*x],
+            GraphError,
+            r"the batch gives it 19 inputs.*; for rows of one array pass np.asarray",
+        ),
         (lambda x, y: x, GraphError, "batch has no target"),
         (lambda x, y: ((x, x), y), RuntimeFault, r"one sample each .* such as \(x, z, labels\)"),
         (lambda x, y: None, RuntimeFault, "data is None"),
@@ -385,6 +390,8 @@ def test_bad_settings() -> None:
         ShardingError, match="mode 'magic' of Strategy does not exist; the modes are manual, semi, "
     ):
         dg.Strategy(mode="magic")
+    with pytest.raises(ShardingError, match=r"there is no mesh; give it one, or, .*shard_tensor\(x, mesh"):
+        dg.Strategy(batch_axis="dp")
     with pytest.raises(ShardingError, match="axis 'tp' is not in mesh"):
         dg.Strategy(mesh=dg.ProcessMesh.grid(dp=2), batch_axis="tp")
     with pytest.raises(GraphError, match="batch_size is 10 but micro_batches is 4"):

@@ -202,3 +202,49 @@ def test_an_engine_of_a_part_of_a_model_names_parameters_from_the_part(batch: An
         }
         part.save(tmp_path)
         part.load(tmp_path)
+
+
+@pytest.mark.parametrize("rows", [4, 3])  # the program that was compiled, and a new one
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda p: setattr(p, "trainable", False), "has trainable=False but had trainable=True"),
+        (lambda p: dg.shard_tensor(p, MESH, [None, "tp"]), r"is annotated .* but was annotated no layout"),
+        (lambda p: p.assign(np.zeros((3, 8), "f4")), r"starts from another array .*engine.assign"),
+        (lambda p: setattr(p, "init", ("zeros",)), "starts from another init"),
+    ],
+)
+def test_changes_of_a_parameter_after_the_first_program_are_refused(
+    batch: Any, rows: int, change: Any, message: str
+) -> None:
+    engine = engine_of()
+    engine.run(batch)
+    change(engine.training_spec.model.up.weight)
+    data = tuple(part[:rows] for part in batch)
+    for call, argument in ((engine.run, data), (engine.evaluate, data), (engine.predict, data[0])):
+        with pytest.raises(GraphError, match=f"^parameter up.weight {message}"):
+            call(argument)
+
+
+def test_settings_may_be_set_back_and_arrays_given_to_the_engine(batch: Any) -> None:
+    engine = engine_of()
+    engine.run(batch)
+    weight = engine.training_spec.model.up.weight
+    weight.trainable = False
+    weight.trainable = True
+    engine.run(batch)
+    array = np.zeros((3, 8), "f4")
+    weight.assign(array)
+    engine.assign({"up.weight": array})
+    engine.run(batch)
+
+
+def test_a_frozen_model_goes_on_from_a_checkpoint(batch: Any, tmp_path: Path) -> None:
+    first = engine_of()
+    first.run(batch)
+    first.save(tmp_path)
+    second = engine_of()
+    second.training_spec.model.up.weight.trainable = False
+    second.load(tmp_path)
+    second.run(batch)
+    np.testing.assert_array_equal(first.parameters()["up.weight"], second.parameters()["up.weight"])

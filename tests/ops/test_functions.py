@@ -167,7 +167,17 @@ MISTAKES: list[tuple[Callable[[Any], Any], str]] = [
     (np.median, "numpy.median does not trace"),
     (np.linalg.svd, "numpy.linalg.svd does not trace"),
     (lambda x: np.exp(x, out=np.zeros(3)), "tensors are never written to"),
-    (lambda x: np.sum(x, where=np.ones((4, 6), bool)), "where= does not trace"),
+    (
+        lambda x: np.sum(x, where=np.ones((4, 6), bool)),
+        r"where= .*; use np.sum\(np.where\(mask, x, 0\), axis\)",
+    ),
+    (lambda x: np.add.reduce(x, where=x > 0), r"where= .*; use np.sum\(np.where\(mask, x, 0\), axis\)"),
+    (
+        lambda x: np.mean(x, where=x > 0),
+        r"where= .*; use np.where\(mask, x, 0\).sum\(axis\) / mask.sum\(axis\)",
+    ),
+    (lambda x: np.max(x, -1, initial=0.0), r"initial= .*; use np.maximum\(np.max\(x, axis\), initial\)"),
+    (lambda x: np.reshape(x, (6, 4), order="F"), r"order= .*; use np.reshape\(x.T, shape\[::-1\]\).T"),
     (np.asarray, "its numbers are not known yet"),
     (lambda x: float(x[0, 0]), "its numbers are not known yet"),
     (lambda x: x if x.sum() > 0 else -x, "use dg.ops.where or dg.ops.while_loop"),

@@ -116,3 +116,35 @@ def test_a_loop_over_a_stopped_value_needs_no_gradient() -> None:
     found, _ = interpret(builder.finish({"gradient": gradient, "y": y}), {"x": np.ones(3)})
     np.testing.assert_array_equal(found["y"], np.full(3, 4.0))
     np.testing.assert_array_equal(found["gradient"], found["y"])
+
+
+@pytest.mark.parametrize(
+    ("functions", "state", "message"),
+    [
+        (
+            (lambda c: c[1] < 3, lambda c: c),
+            lambda x: (x, 0),
+            r"condition of while_loop takes \(c\) but .* 2 arg",
+        ),
+        (
+            (lambda x, n: n < 3, lambda c: c),
+            lambda x: (x, 0),
+            r"body of while_loop takes \(c\) but .* own, such as",
+        ),
+        (
+            (lambda c: True, lambda c: c),
+            lambda x: {"x": x},
+            r"is a dict but .* list or tuple .*state.values\(\)\)",
+        ),
+        (
+            (lambda c: True, lambda c: c),
+            lambda x: x,
+            r"state of while_loop is a Tensor but .*; give \(state,\)",
+        ),
+    ],
+)
+def test_functions_and_states_in_the_form_of_jax_are_refused(
+    functions: Any, state: Any, message: str
+) -> None:
+    with pytest.raises(GraphError, match=message):
+        trace(lambda x: ops.while_loop(*functions, state(x)), np.ones(3))

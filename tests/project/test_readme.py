@@ -124,3 +124,22 @@ def test_the_planned_example_runs_as_it_stands(tmp_path: Path) -> None:
     first, last = re.search(r"loss (\S+) -> (\S+)", said["run"]).groups()
     assert float(last) < float(first)
     assert f"{len(plan.ranks)} rank" in said["run"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "models/control_flow.md",
+        "models/models.md",
+        "parallelism/data_parallel.md",
+        "running/training_safety.md",
+    ],
+)
+def test_examples_of_pages_run(name: str) -> None:
+    """Those that import what they use."""
+    text = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    examples = re.findall(r"^```python\n(import .*?)^```", text, re.MULTILINE | re.DOTALL)
+    examples = [example for example in examples if example.startswith("import numpy")]
+    assert examples
+    for example in examples:
+        exec(compile(example, name, "exec"), {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,16 +45,20 @@ def check_place(who: str, path: str | Path, *, file: bool = False) -> None:
 
 
 def check_hooks(callbacks: Sequence[Callback], base: type[Callback]) -> None:
-    """Check that public methods named as hooks are hooks, as others are never called.
+    """Check that methods named as hooks are hooks, as others are never called, and take their arguments.
 
     Args:
         callbacks: to be given to an engine.
         base: class whose methods the engine calls.
 
     Raises:
-        RuntimeFault: a method begins with `on_` but the base has none of its name.
+        RuntimeFault: a method begins with `on_` but the base has none of its name, or takes other arguments
+            than that.
     """
     hooks = [name for name in dir(base) if name.startswith("on_")]
+    for callback in callbacks:
+        for name in hooks:
+            _check_arguments(callback, name, list(inspect.signature(getattr(base, name)).parameters))
     for kind in dict.fromkeys(map(type, callbacks)):
         for name in dir(kind):
             method = getattr(kind, name, None) if name.startswith("on_") and name not in hooks else None
@@ -64,6 +69,21 @@ def check_hooks(callbacks: Sequence[Callback], base: type[Callback]) -> None:
                     f"callback {kind.__name__} has a method {name} but an engine calls only "
                     f"{', '.join(hooks)}; {way}, or begin its name with _"
                 )
+
+
+def _check_arguments(callback: Callback, hook: str, arguments: Sequence[str]) -> None:
+    """Raises RuntimeFault where a hook of a callback does not take the arguments of `Callback`."""
+    try:
+        signature = inspect.signature(getattr(callback, hook))
+    except (TypeError, ValueError):  # some builtins have none; the call will tell
+        return
+    try:
+        signature.bind(*arguments[1:])  # without self
+    except TypeError:
+        raise RuntimeFault(
+            f"{hook} of callback {type(callback).__name__} takes {signature} but an engine calls it with "
+            f"({', '.join(arguments[1:])}); write def {hook}({', '.join(arguments)})"
+        ) from None
 
 
 def check_files(callbacks: Sequence[Callback]) -> None:

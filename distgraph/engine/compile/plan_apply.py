@@ -57,6 +57,8 @@ def warn_overruled(strategy: Strategy, plan: Plan) -> None:
         broken = f"batch_axis={strategy.batch_axis!r}"
     if not broken and strategy.split > plan.zero:
         broken = f"zero={strategy.zero}"
+    if not broken:
+        broken = _of_search(strategy)
     if broken and is_chief():
         name = broken.partition("=")[0]
         made = {**plan.texts(), "stages": str(len(stages)), "mesh": " and ".join(map(str, meshes))}
@@ -67,6 +69,15 @@ def warn_overruled(strategy: Strategy, plan: Plan) -> None:
             UserWarning,
             stacklevel=user_stack_level(),
         )
+
+
+def _of_search(strategy: Strategy) -> str:
+    """The first setting of a search or of completion, which a plan replaces; "" where none is given."""
+    for name in ("memory", "devices", "layers", "seconds", "runtime", "refine_budget", "refine"):
+        value, default = getattr(strategy, name), Strategy.__dataclass_fields__[name].default
+        if value != default:
+            return f"{name}={value!r}"
+    return ""
 
 
 def _splits_inputs(plan: Plan, axes: tuple[str, ...]) -> bool:

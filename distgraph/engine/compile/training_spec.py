@@ -209,6 +209,8 @@ class TrainingSpec:
             inspect.signature(function).bind(*values, **named)
         except TypeError as error:
             advice = "pass (inputs, target), or a dict with the names of its arguments"
+            if len(values) > 1 and all(value.ndim == 0 or value.shape == values[0].shape for value in values):
+                advice += "; for rows of one array pass np.asarray(rows)"
             if self.loss is None:
                 advice = f"the engine has no loss, so that every field is an input: give it one, or {advice}"
             raise GraphError(

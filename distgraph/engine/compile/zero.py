@@ -69,10 +69,12 @@ def _refuse(zero: int, axes: tuple[str, ...]) -> NoReturn:
             f"zero of Strategy is {zero} but no axis splits the batch over several ranks; give Strategy a "
             "mesh and a batch_axis of more than one rank, annotate an input, or leave zero out"
         )
-    what = "parameter or state" if zero >= SPLIT_PARAMETERS else "state"
+    splits_parameters = zero >= SPLIT_PARAMETERS
+    what, way = ("parameter or state", "") if splits_parameters else ("state", ", or use 3 (parameters too)")
     raise ShardingError(
         f"zero of Strategy is {zero} but no {what} can be split over {', '.join(axes)}: there is none, or "
-        "each is split over it already or has dims shorter than it has ranks; leave zero out"
+        f"each is split over it already or has dims shorter than it has ranks; gradients are split as states "
+        f"or parameters are; leave zero out{way}"
     )
 
 

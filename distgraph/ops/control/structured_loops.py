@@ -6,13 +6,14 @@ partitioned and compiled like a program. What a body reads from outside is an op
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from distgraph.errors import GraphError
-from distgraph.errors.arguments import Count, Size, checked_arguments
+from distgraph.errors.arguments import Count, Size, checked_arguments, shown
 from distgraph.ir.graph import Graph, Op, Value
 from distgraph.ir.index_rule import Rule, make_rule
 from distgraph.ir.loops import CARRY, STACKED, TURN, Loop, check_body
@@ -264,7 +265,7 @@ def _hand_on(inner: LoopTrace, begin: Sequence[Tensor], end: Sequence[Tensor]) -
 def while_loop(
     condition: Callable[..., Any],
     body: Callable[..., Any],
-    state: Sequence[Any],
+    state: Any,
     fixed: Sequence[Any] = (),
     *,
     turns: Count = 1,
@@ -274,23 +275,53 @@ def while_loop(
     Args:
         condition: returns a bool scalar.
         body: returns the new state: a tensor or tuple of the same shapes and dtypes.
-        state: what changes from turn to turn.
+        state: a list or tuple of the tensors that change from turn to turn. Each is an argument of its own of
+            condition and body, other than in JAX, where they get one carry.
         fixed: further tensors that are passed to condition and body, which may also read others.
         turns: number of turns that forecasts and counts of operations assume.
 
     Raises:
-        GraphError: the body changes a shape or dtype, or the condition is no bool scalar.
+        GraphError: the body changes a shape or dtype, or the condition is no bool scalar; the state is no
+            list or tuple, or a function does not take its tensors.
 
     Example:
         `(n, power) = while_loop(lambda n, p: p < 1000.0, lambda n, p: (n + 1, p * 2.0), (0, 1.0))`
     """
+    if not isinstance(state, (list, tuple)):
+        raise GraphError(
+            f"state of while_loop is {shown(state)} but must be a list or tuple of tensors, which condition "
+            f"and body get as arguments of their own; give {_as_tuple(state)}"
+        )
+    count = len(state)
+    for name, function in (("condition", condition), ("body", body)):
+        _check_takes_state(name, function, count, len(fixed))
     tensors = as_tensors(*state, *fixed)
-    count = len(tuple(state))
     if not count:
         raise GraphError("while_loop has no state; give at least one tensor that changes from turn to turn")
     trace = tensors[0].trace
     attrs, captured = while_attrs(condition, body, trace, tensors[:count], tensors[count:], turns)
     return trace.emit("while_loop", [*tensors[:count], *captured.values()], attrs)
+
+
+def _as_tuple(state: Any) -> str:
+    """How a state that is no list or tuple is given as one."""
+    return "tuple(state.values())" if isinstance(state, Mapping) else "(state,)"
+
+
+def _check_takes_state(name: str, function: Callable[..., Any], state: int, fixed: int) -> None:
+    """Raises GraphError where a function of while_loop does not take the tensors of the state."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some builtins have none; the call will tell
+        return
+    try:
+        signature.bind(*range(state + fixed))
+    except TypeError:
+        raise GraphError(
+            f"{name} of while_loop takes {signature} but is called with {state + fixed} arguments, the "
+            f"tensors of state and fixed; take each as an argument of its own, such as "
+            f"lambda n, x: (n + 1, x * 2), or give lambda *state: f(state)"
+        ) from None
 
 
 def while_attrs(

@@ -496,3 +496,10 @@ def test_a_file_where_a_folder_is(tmp_path: Path) -> None:
     for callback in (CSVLogger, Timeline):
         with pytest.raises(RuntimeFault, match=f"{callback.__name__}: .* cannot be written: it is a folder"):
             callback(tmp_path)
+
+
+def test_hooks_with_other_arguments_are_refused_before_training() -> None:
+    bad = type("Bad", (Counts,), {"on_epoch_end": lambda self, engine: None})()
+    with pytest.raises(RuntimeFault, match=r"on_epoch_end of callback Bad takes \(engine\) but .*, logs\)"):
+        engine().fit(data(8), batch_size=8, callbacks=[bad], progress=False)
+    assert bad.steps == 0

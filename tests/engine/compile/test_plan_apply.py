@@ -445,6 +445,8 @@ def test_plan_argument_is_checked(tmp_path: Path) -> None:
         ({"zero": 3}, "zero=3 of Strategy has no effect.* decides it, as 0"),
         ({"recompute": True}, "recompute=True of Strategy has no effect"),
         ({"mode": "auto", "stages": 3}, "stages=3 of Strategy has no effect.* decides it, as 1"),
+        ({"mode": "auto", "memory": "1 KiB"}, "memory='1 KiB' of Strategy has no effect"),
+        ({"refine": "always"}, "refine='always' of Strategy has no effect"),
         ({"mesh": ProcessMesh.grid(dp=4)}, r"mesh=mesh\(dp=4\) of Strategy has no effect.*, as mesh\(dp=2\)"),
     ],
 )

@@ -200,10 +200,15 @@ def test_a_batch_that_is_not_split_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("zero", "optimizer", "what"), [(1, optim.SGD(lr=0.1), "state"), (3, optim.SGD(lr=0.1), "parameter or")]
+    ("zero", "optimizer", "what", "way"),
+    [
+        (1, optim.SGD(lr=0.1), "state", "leave zero out, or use 3"),
+        (2, optim.SGD(lr=0.1), "state", "gradients are split as states or parameters are; .* or use 3"),
+        (3, optim.SGD(lr=0.1), "parameter or", "leave zero out$"),
+    ],
 )
-def test_nothing_to_split_is_refused(zero: int, optimizer: Any, what: str) -> None:
-    message = f"zero of Strategy is {zero} but no {what}.* can be split over dp: there is none, or each"
+def test_nothing_to_split_is_refused(zero: int, optimizer: Any, what: str, way: str) -> None:
+    message = f"zero of Strategy is {zero} but no {what}.* can be split over dp: there is none.*{way}"
     width = 3  # shorter than the mesh has ranks
     with (
         closing(engine(zero, optimizer=optimizer, model=Net(1, width))) as made,
