@@ -217,7 +217,7 @@ class Engine:
         self.history.losses.append(logs["loss"])
         every = self.training_spec.strategy.verify_replicas
         if every is not None and self.step % every == 0:
-            self._session.verify_replicas(self.step)
+            self._session.verify_replicas(self.step, compiled, batch)
         return logs
 
     @checked_arguments(RuntimeFault)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from distgraph.engine.agreement import agree_on_program, run_together
+from distgraph.engine.agreement import agree_on_program, different_batches, run_together
 from distgraph.engine.compile.compile import compile_program
 from distgraph.engine.compile.compile_request import CompileRequest
 from distgraph.engine.compile.derived_programs import reference_of
@@ -245,7 +245,7 @@ class Session:
             compiled, batch, scalars: program and inputs.
             recorders: local rank -> recorder of its tasks, for a recorded step.
         """
-        world, watchers = self._ready(compiled, scalars), recorders or {}
+        world, watchers = self._ready(compiled, batch, scalars), recorders or {}
         arrays = [label for label, value in compiled.build.lowered.outputs if value.shape]
 
         def work(rank: int) -> tuple[dict[str, float], dict[str, list[np.ndarray]]]:
@@ -278,8 +278,14 @@ class Session:
             numbers.update(_assembled(compiled, blocks, arrays))
         return numbers
 
-    def verify_replicas(self, step: int) -> None:
+    def verify_replicas(
+        self, step: int, compiled: Compiled | None = None, batch: Batch | None = None
+    ) -> None:
         """Compare the replicas of parameters and states, if the strategy requires it. Collective.
+
+        Args:
+            step: that ended.
+            compiled, batch: its program and what that read, which are compared first, as a possible cause.
 
         Raises:
             RuntimeFault: on every process, when copies differ; until a checkpoint is loaded nothing runs.
@@ -287,6 +293,11 @@ class Session:
         if self.training_spec.strategy.verify_replicas is None:
             return
         world = self.ranks()
+        if compiled is not None and batch is not None:
+            difference = different_batches(compiled, batch, world)
+            if difference:
+                self.memory.damaged = f"step {step} read a batch that differs between ranks: {difference}"
+                raise RuntimeFault(self.memory.damaged)
         difference, equal = different_replicas(self.memory, world, self.devices), self.memory.equal_step
         if difference:
             before = "nothing was compared before" if equal is None else f"all were equal after step {equal}"
@@ -325,12 +336,16 @@ class Session:
 
     def arrays(self, compiled: Compiled, batch: Batch, scalars: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """Run a program whose outputs are arrays, and assemble them from their blocks, on every process."""
-        world = self._ready(compiled, scalars)
+        world = self._ready(compiled, batch, scalars)
         blocks = world.gather(world.run(lambda rank: _copied(compiled.step(rank, batch, scalars))))
         return _assembled(compiled, blocks, [label for label, _ in compiled.build.lowered.outputs])
 
-    def _ready(self, compiled: Compiled, scalars: Mapping[str, Any]) -> World:
-        """The world, after compiling the program for every local rank."""
+    def _ready(self, compiled: Compiled, batch: Batch, scalars: Mapping[str, Any]) -> World:
+        """The world, after compiling the program for every local rank.
+
+        Raises:
+            RuntimeFault: on every process, where processes give the first batch of the program other values.
+        """
         self.memory.check_whole()
         world = self.ranks()
         if not compiled.ready:
@@ -346,6 +361,8 @@ class Session:
                 compiled.prepare(rank, program, devices[rank], self.memory, control, mixed=mixed)
 
             run_together(world, prepare)
+            if difference := different_batches(compiled, batch, world):
+                raise RuntimeFault(f"the first run of the program to {compiled.mode}: {difference}")
             compiled.ready = True
             for rank, worker in sorted(compiled.workers.items()):
                 write(f"{compiled.mode}.rank-{rank}.py", worker.source)
