@@ -357,8 +357,8 @@ class Engine:
             checkpoint.check(expected)
         check_records(checkpoint, self.memory.records, states, set(expected))
         verify_files(checkpoint, self._session.ranks())
-        self._loaded = Loaded(checkpoint, states, frozenset(expected))
-        self.memory.reader = reader = self._loaded.reader
+        self._loaded = Loaded(checkpoint, states, frozenset(expected), self.memory.records)
+        self._session.loaded, self.memory.reader = self._loaded, (reader := self._loaded.reader)
         self.memory.damaged = f"loading {path} did not end"
         self._session.ranks().run(lambda rank: self.memory.reload(rank, reader))
         self.memory.damaged = ""

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from distgraph.engine.agreement import agree_on_program, different_batches, run_together
+from distgraph.engine.checkpoints.loading import Loaded
 from distgraph.engine.compile.compile import compile_program
 from distgraph.engine.compile.compile_request import CompileRequest
 from distgraph.engine.compile.derived_programs import reference_of
@@ -49,6 +50,7 @@ class Session:
         programs: (mode, batch size, fields) -> compiled program.
         world: the ranks, once a program has run.
         devices: type of the device of every rank of the world.
+        loaded: the checkpoint whose states a training program has yet to read; None where there is none.
     """
 
     training_spec: TrainingSpec
@@ -58,6 +60,7 @@ class Session:
     programs: dict[Key, Compiled] = field(default_factory=dict)
     world: World | None = None
     devices: tuple[str, ...] = ()
+    loaded: Loaded | None = None
     _placed: int = 0  # programs whose ranks have devices
     _reference: Graph | None = None  # the planned training program, completed
     _layouts: dict[str, DistAttr] = field(default_factory=dict)  # of parameters and states, by the plan
@@ -152,6 +155,12 @@ class Session:
         if request.plan is not None and not request.planned and self._reference is None:
             self._reference = reference_of(request, request.plan)
         return self._reference
+
+    def warn_unread(self) -> None:
+        """Warn once of states of the loaded checkpoint that training does not read."""
+        loaded, self.loaded = self.loaded, None
+        if loaded is not None:
+            loaded.warn_unread(self.training_spec.optimizer)
 
     def ranks(self) -> World:
         """The world, with enough ranks for every program so far; a new one after a failure.
@@ -354,6 +363,7 @@ class Session:
             agree_on_program(compiled, self.memory.seed, scalars, given)
             if compiled.mode == "train":
                 warn_redundant_ranks(compiled.build, world, planned=self.plan is not None)
+                self.warn_unread()
             programs = run_together(world, compiled.partition)
 
             def prepare(rank: int) -> None:
