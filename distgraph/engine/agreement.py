@@ -11,14 +11,15 @@ compared by their checksums.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from xxhash import xxh3_64, xxh3_64_hexdigest
 
 from distgraph.engine.compile.fingerprint import fingerprint
-from distgraph.engine.executable import Compiled
+from distgraph.engine.data import Batch, MapSource
+from distgraph.engine.executable import Compiled, Feed
 from distgraph.errors import DistGraphError, RuntimeFault
 from distgraph.runtime.execute.process_group import World, enter, job_transport
 
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from distgraph.engine.engine import Engine
 
 Result = TypeVar("Result")
+BlockKey = tuple[str, int, int, tuple[tuple[int, int], ...]]
+"""Field, first sample and end of the samples in the batch, bounds of the other dims."""
+_MOST_SHOWN = 4
 
 
 def agree(call: str, engine: Engine, **facts: object) -> None:
@@ -74,6 +78,60 @@ def agree_on_program(
     call = f"the first run of the program to {compiled.mode}"
     compare(call, facts)
     agree_on_arrays(call, "initial values", given)
+
+
+def different_batches(compiled: Compiled, batch: Batch, world: World) -> str:
+    """Text of a part of a batch that several processes read with different values; "" if there is none.
+    Collective. One process reads each sample once, whatever the number of its ranks, and compares nothing.
+
+    Args:
+        compiled: a program that is prepared.
+        batch: its input.
+        world: all ranks.
+    """
+    if len(world.local) == world.size:
+        return ""
+
+    def work(rank: int) -> dict[BlockKey, str]:
+        return {
+            key: _checksum(block)
+            for feed, _ in compiled.feeds.get(rank, ())
+            for key, block in zip(_keys(feed), feed.load(batch), strict=True)
+        }
+
+    readers: dict[BlockKey, dict[int, str]] = {}
+    for rank, sums in sorted(world.gather(world.run(work)).items()):
+        for key, checksum in sums.items():
+            readers.setdefault(key, {})[rank] = checksum
+    for (field, start, stop, _), sums in readers.items():
+        first, *_ = sums
+        others = [rank for rank in sums if sums[rank] != sums[first]]
+        if others:
+            return (
+                f"ranks {_shown([*sums])} read samples {start} to {stop - 1} of the batch, but field {field} "
+                f"has other values on rank{'s' if others[1:] else ''} {_shown(others)} than on rank {first}; "
+                f"{_way_to_equal_samples(batch)}"
+            )
+    return ""
+
+
+def _keys(feed: Feed) -> list[BlockKey]:
+    """What identifies each block of an input, whichever rank reads it."""
+    rest = tuple((part.start, part.stop) for part in feed.rest)
+    return [(feed.field, start, stop, rest) for start, stop in feed.rows]
+
+
+def _shown(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:_MOST_SHOWN])) + ", ..." * (len(numbers) > _MOST_SHOWN)
+
+
+def _way_to_equal_samples(batch: Batch) -> str:
+    if not isinstance(batch.source, MapSource):
+        return "give every rank the same arrays"
+    return (
+        f"let __getitem__ of {type(batch.source.dataset).__name__} depend on the index and the epoch alone, "
+        "such as by np.random.default_rng((seed, epoch, index)), and read the same files on every rank"
+    )
 
 
 def agree_on_call(call: str, what: str, arrays: Mapping[str, Any]) -> None:

@@ -218,7 +218,7 @@ class Engine:
         self.history.losses.append(logs["loss"])
         every = self.training_spec.strategy.verify_replicas
         if every is not None and self.step % every == 0:
-            self._session.verify_replicas(self.step)
+            self._session.verify_replicas(self.step, compiled, batch)
         return logs
 
     @checked_arguments(RuntimeFault)
@@ -358,8 +358,8 @@ class Engine:
             checkpoint.check(expected)
         check_records(checkpoint, self.memory.records, states, set(expected))
         verify_files(checkpoint, self._session.ranks())
-        self._loaded = Loaded(checkpoint, states, frozenset(expected))
-        self.memory.reader = reader = self._loaded.reader
+        self._loaded = Loaded(checkpoint, states, frozenset(expected), self.memory.records)
+        self._session.loaded, self.memory.reader = self._loaded, (reader := self._loaded.reader)
         self.memory.damaged = f"loading {path} did not end"
         self._session.ranks().run(lambda rank: self.memory.reload(rank, reader))
         self.memory.damaged = ""

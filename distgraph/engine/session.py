@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from distgraph.engine.agreement import agree_on_program, run_together
+from distgraph.engine.agreement import agree_on_program, different_batches, run_together
+from distgraph.engine.checkpoints.loading import Loaded
 from distgraph.engine.compile.compile import compile_program
 from distgraph.engine.compile.compile_request import CompileRequest
 from distgraph.engine.compile.derived_programs import reference_of
@@ -49,6 +50,7 @@ class Session:
         programs: (mode, batch size, fields) -> compiled program.
         world: the ranks, once a program has run.
         devices: type of the device of every rank of the world.
+        loaded: the checkpoint whose states a training program has yet to read; None where there is none.
     """
 
     training_spec: TrainingSpec
@@ -58,6 +60,7 @@ class Session:
     programs: dict[Key, Compiled] = field(default_factory=dict)
     world: World | None = None
     devices: tuple[str, ...] = ()
+    loaded: Loaded | None = None
     _placed: int = 0  # programs whose ranks have devices
     _reference: Graph | None = None  # the planned training program, completed
     _layouts: dict[str, DistAttr] = field(default_factory=dict)  # of parameters and states, by the plan
@@ -155,6 +158,12 @@ class Session:
             self._reference = reference_of(request, request.plan)
         return self._reference
 
+    def warn_unread(self) -> None:
+        """Warn once of states of the loaded checkpoint that training does not read."""
+        loaded, self.loaded = self.loaded, None
+        if loaded is not None:
+            loaded.warn_unread(self.training_spec.optimizer)
+
     def ranks(self) -> World:
         """The world, with enough ranks for every program so far; a new one after a failure.
 
@@ -247,7 +256,7 @@ class Session:
             compiled, batch, scalars: program and inputs.
             recorders: local rank -> recorder of its tasks, for a recorded step.
         """
-        world, watchers = self._ready(compiled, scalars), recorders or {}
+        world, watchers = self._ready(compiled, batch, scalars), recorders or {}
         arrays = [label for label, value in compiled.build.lowered.outputs if value.shape]
 
         def work(rank: int) -> tuple[dict[str, float], dict[str, list[np.ndarray]]]:
@@ -280,8 +289,14 @@ class Session:
             numbers.update(_assembled(compiled, blocks, arrays))
         return numbers
 
-    def verify_replicas(self, step: int) -> None:
+    def verify_replicas(
+        self, step: int, compiled: Compiled | None = None, batch: Batch | None = None
+    ) -> None:
         """Compare the replicas of parameters and states, if the strategy requires it. Collective.
+
+        Args:
+            step: that ended.
+            compiled, batch: its program and what that read, which are compared first, as a possible cause.
 
         Raises:
             RuntimeFault: on every process, when copies differ; until a checkpoint is loaded nothing runs.
@@ -289,6 +304,11 @@ class Session:
         if self.training_spec.strategy.verify_replicas is None:
             return
         world = self.ranks()
+        if compiled is not None and batch is not None:
+            difference = different_batches(compiled, batch, world)
+            if difference:
+                self.memory.damaged = f"step {step} read a batch that differs between ranks: {difference}"
+                raise RuntimeFault(self.memory.damaged)
         difference, equal = different_replicas(self.memory, world, self.devices), self.memory.equal_step
         if difference:
             before = "nothing was compared before" if equal is None else f"all were equal after step {equal}"
@@ -327,12 +347,16 @@ class Session:
 
     def arrays(self, compiled: Compiled, batch: Batch, scalars: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """Run a program whose outputs are arrays, and assemble them from their blocks, on every process."""
-        world = self._ready(compiled, scalars)
+        world = self._ready(compiled, batch, scalars)
         blocks = world.gather(world.run(lambda rank: _copied(compiled.step(rank, batch, scalars))))
         return _assembled(compiled, blocks, [label for label, _ in compiled.build.lowered.outputs])
 
-    def _ready(self, compiled: Compiled, scalars: Mapping[str, Any]) -> World:
-        """The world, after compiling the program for every local rank."""
+    def _ready(self, compiled: Compiled, batch: Batch, scalars: Mapping[str, Any]) -> World:
+        """The world, after compiling the program for every local rank.
+
+        Raises:
+            RuntimeFault: on every process, where processes give the first batch of the program other values.
+        """
         self.memory.check_whole()
         world = self.ranks()
         if not compiled.ready:
@@ -341,6 +365,7 @@ class Session:
             agree_on_program(compiled, self.memory.seed, scalars, given)
             if compiled.mode == "train":
                 warn_redundant_ranks(compiled.build, world, planned=self.plan is not None)
+                self.warn_unread()
             programs = run_together(world, compiled.partition)
 
             def prepare(rank: int) -> None:
@@ -348,6 +373,8 @@ class Session:
                 compiled.prepare(rank, program, devices[rank], self.memory, control, mixed=mixed)
 
             run_together(world, prepare)
+            if difference := different_batches(compiled, batch, world):
+                raise RuntimeFault(f"the first run of the program to {compiled.mode}: {difference}")
             compiled.ready = True
             for rank, worker in sorted(compiled.workers.items()):
                 write(f"{compiled.mode}.rank-{rank}.py", worker.source)

@@ -100,8 +100,8 @@ class Strategy:
             parameters and states stay those of before the step. See docs/running/training_safety.md.
         verify_replicas: training steps between two comparisons of the parameters and states that several
             ranks hold equally, by checksums; a copy that differs ends training with a RuntimeFault that names
-            tensors, ranks and possible causes. None for no comparison; none is made of what one rank alone
-            holds.
+            tensors, ranks and possible causes. Samples that several MPI ranks read at such a step are
+            compared too. None for no comparison; none is made of what one rank alone holds.
 
         passes: changes of the pass pipeline: "name" adds a registered pass behind those that give its stage,
             "-name" removes a pass, "name=other" puts another in its place. `distgraph inspect --list-passes`

@@ -122,6 +122,62 @@ def test_different_arguments_are_refused_on_every_rank(case: str, transport: Mpi
     assert len(trained().history.losses) == 4
 
 
+class Noisy:
+    """A data set whose samples have noise, of a generator or by their index alone."""
+
+    def __init__(self, random: np.random.Generator | None, clean: int = 0) -> None:
+        self.random, self.clean = random, clean
+
+    def __len__(self) -> int:
+        return len(X)
+
+    def __getitem__(self, index: Any) -> tuple[np.ndarray, int]:
+        self.clean -= 1
+        random = self.random if self.random and self.clean < 0 else np.random.default_rng((0, int(index)))
+        return X[index] + random.normal(size=6).astype("f4"), Y[index]
+
+
+def split_by_columns(size: int, verify: int | None = None) -> Engine:
+    """A product whose columns are split, so that all ranks read all samples."""
+    mesh, model = ProcessMesh.grid(tp=size), nn.Linear(6, 12)
+    dg.shard_tensor(model.weight, mesh, [None, "tp"])
+    strategy = dg.Strategy(mesh=mesh, verify_replicas=verify)
+    return dg.Engine(model, nn.CrossEntropy(), optim.SGD(lr=0.1), strategy=strategy)
+
+
+def test_samples_that_differ_between_ranks_are_refused(transport: MpiTransport) -> None:
+    """In the first batch of every program; a data set that depends on the index alone can be trained on."""
+    random = np.random.default_rng(transport.rank)
+    engine = split_by_columns(transport.size)
+    ranks = ", ".join(map(str, range(min(4, transport.size)))) + ", ..." * (transport.size > 4)
+    message = (
+        rf"the first run of the program to train: ranks {ranks} read samples 0 to 9 of the batch, but field "
+        r"batch.0 has other values on ranks? .* than on rank 0; let __getitem__ of Noisy depend on the index"
+    )
+    with pytest.raises(RuntimeFault, match=message):
+        engine.fit(Noisy(random), batch_size=10, progress=False)
+    engine.fit(Noisy(None), batch_size=10, progress=False)
+    assert len(engine.history.losses) == 4
+    with pytest.raises(RuntimeFault, match="the first run of the program to evaluate: ranks"):
+        engine.evaluate(Noisy(random), 10)
+    with pytest.raises(RuntimeFault, match=r"to predict: .* than on rank 0; give every rank the same arrays"):
+        engine.predict(X + transport.rank)
+    trained_by_rows = dg.Strategy(mesh=ProcessMesh.grid(dp=transport.size), batch_axis="dp")
+    engine = dg.Engine(nn.Linear(6, 3), nn.CrossEntropy(), optim.SGD(lr=0.1), strategy=trained_by_rows)
+    engine.fit(Noisy(random), batch_size=4 * transport.size, drop_last=True, progress=False)
+
+
+def test_verified_steps_compare_samples(transport: MpiTransport) -> None:
+    engine = split_by_columns(transport.size, verify=2)
+    data = Noisy(np.random.default_rng(transport.rank), clean=15)  # the first batch, and more
+    with pytest.raises(
+        RuntimeFault, match=r"step 2 read a batch that differs between ranks: ranks 0, .*Noisy"
+    ):
+        engine.fit(data, batch_size=10, progress=False)
+    with pytest.raises(RuntimeFault, match="parameters and states are damaged: step 2 read a batch"):
+        engine.run((X[:10], Y[:10]))
+
+
 def test_different_checkpoints_are_not_loaded(transport: MpiTransport, tmp_path: Path) -> None:
     folder = Path(transport.broadcast_object(tmp_path, 0))
     engine = trained()

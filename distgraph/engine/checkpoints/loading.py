@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +18,13 @@ from distgraph.errors import RuntimeFault
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import DistAttr, ShardSpec
 from distgraph.runtime.execute.checkpoint import Checkpoint, SavedTensor
-from distgraph.runtime.execute.process_group import World
+from distgraph.runtime.execute.process_group import World, is_chief
+from distgraph.tracing.tracer import user_stack_level
 
 if TYPE_CHECKING:
     from distgraph.engine.engine import Engine
+
+_MOST_NAMED = 4
 
 
 def verify_files(checkpoint: Checkpoint, world: World) -> None:
@@ -54,8 +58,8 @@ def check_records(
         RuntimeFault: one is missing, or has another shape or dtype.
     """
     for name, record in records.items():
-        if states or name in model:
-            _check_type(checkpoint, name, record.shape, record.dtype)
+        if states or _is_of_model(name, records, model):
+            _check_type(checkpoint, name, record.shape, record.dtype, records)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,23 +69,25 @@ class Loaded:
     Attributes:
         checkpoint: to read from.
         states: whether those of the optimiser are read, too.
-        model: names of the parameters and buffers of the model.
+        model: names of the parameters and buffers of the model; empty for a function.
+        records: parameters and states of the programs of the engine so far.
     """
 
     checkpoint: Checkpoint
     states: bool
     model: frozenset[str]
+    records: Mapping[str, Record]
 
     @property
     def reader(self) -> Reader:
         """Reader of its blocks, for `Memory`."""
-        return reader_of(self.checkpoint, self.states, self.model)
+        return reader_of(self.checkpoint, self.states, self.model, self.records)
 
     def unread(self, records: Mapping[str, Record]) -> dict[str, SavedTensor]:
         """Tensors that an engine with these records has not read yet, stored whole on rank 0."""
         mesh, unread = ProcessMesh.grid(all=1), {}
         for name, entry in self.checkpoint.contents.tensors.items():
-            if name not in records and (self.states or name in self.model):
+            if name not in records and (self.states or name in self.model or entry.kind == "param"):
                 attr = DistAttr(mesh, ShardSpec.of([None] * len(entry.shape)))
                 unread[name] = SavedTensor(entry.kind, tuple(entry.shape), entry.dtype, attr)
         return unread
@@ -90,7 +96,31 @@ class Loaded:
         """The checkpoint, reopened if another was saved to the same path."""
         if Path(path).resolve() != self.checkpoint.path.resolve():
             return self
-        return Loaded(Checkpoint.open(path), self.states, self.model)
+        return Loaded(Checkpoint.open(path), self.states, self.model, self.records)
+
+    def warn_unread(self, optimizer: object) -> None:
+        """Warn of states that no program has read once training has been compiled: they are dropped.
+
+        Args:
+            optimizer: of the engine, which goes on without them.
+        """
+        tensors = self.checkpoint.contents.tensors
+        unread = [
+            name
+            for name, entry in tensors.items()
+            if entry.kind == "state" and name not in self.records and name not in self.model
+            if name.rpartition(".")[0] in tensors  # that of a parameter: others are none of the optimiser
+        ]
+        if not self.states or not unread or not is_chief():
+            return
+        others = f" and {len(unread) - _MOST_NAMED} more" if len(unread) > _MOST_NAMED else ""
+        warnings.warn(
+            f"checkpoint {self.checkpoint.path} has {', '.join(unread[:_MOST_NAMED])}{others}, which "
+            f"training by {type(optimizer).__name__} does not read; train with the optimiser that wrote "
+            "them, or load the checkpoint with states=False to start the optimiser anew",
+            UserWarning,
+            stacklevel=user_stack_level(),
+        )
 
 
 def unread_of(
@@ -125,22 +155,44 @@ def restore_training(engine: Engine, index: Mapping[str, Any]) -> None:
     if engine._nonfinite.scale is not None:
         engine._nonfinite.scale.restore(index.get("loss_scale", ()))
     engine._means, engine._run = Means(*index["means"]), index["run"] or engine._run
+    if any(program.mode == "train" for program in engine._session.programs.values()):
+        engine._session.warn_unread()
 
 
-def reader_of(checkpoint: Checkpoint, states: bool, model: Set[str]) -> Reader:
+def reader_of(checkpoint: Checkpoint, states: bool, model: Set[str], records: Mapping[str, Record]) -> Reader:
     """Reader of blocks of a checkpoint; without `states` it returns None for values outside the model."""
 
     def read(name: str, shape: tuple[int, ...], dtype: str, index: tuple[slice, ...]) -> np.ndarray | None:
-        if not states and name not in model:
+        if not states and not _is_of_model(name, records, model):
             return None
-        _check_type(checkpoint, name, shape, dtype)
+        _check_type(checkpoint, name, shape, dtype, records)
         return checkpoint.read(name, index)
 
     return read
 
 
-def _check_type(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], dtype: str) -> None:
-    tensor = checkpoint.contents.tensors.get(name)
+def _is_of_model(name: str, records: Mapping[str, Record], model: Set[str]) -> bool:
+    """Whether a tensor is no state of the optimiser; of a function only programs know its parameters."""
+    return name in model or (name in records and records[name].kind == "param")
+
+
+def _check_type(
+    checkpoint: Checkpoint,
+    name: str,
+    shape: tuple[int, ...],
+    dtype: str,
+    records: Mapping[str, Record],
+) -> None:
+    tensors = checkpoint.contents.tensors
+    tensor = tensors.get(name)
+    if tensor is None and name in records and records[name].kind == "param":
+        stored = [each for each, entry in tensors.items() if entry.kind == "param"]
+        others = ", ..." if len(stored) > _MOST_NAMED else ""
+        raise RuntimeFault(
+            f"checkpoint {checkpoint.path} has no parameter {name}, which the program reads; its parameters "
+            f"are {', '.join(stored[:_MOST_NAMED])}{others}; load it into the model that wrote it, or "
+            "give the parameters these names"
+        )
     if tensor is None:
         raise RuntimeFault(
             f"checkpoint {checkpoint.path} has no {name}; load it with states=False to start "

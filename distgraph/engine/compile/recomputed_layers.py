@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from distgraph.engine.compile.compile_request import CompileRequest
 from distgraph.engine.compile.op_positions import layers_by_first_ops
 from distgraph.errors import ShardingError
-from distgraph.ir.graph import Graph
+from distgraph.ir.graph import Graph, Op
 from distgraph.passes.search.layering.layer_sequence import Layer, cluster_layers
 
 
@@ -68,29 +68,44 @@ def recomputing(request: CompileRequest, layers: Sequence[Layer], numbers: Seque
 
 def _layers_in(path: str, serial: Graph, layers: Sequence[Layer]) -> list[int]:
     """The layers of a module: all their ops belong to it, but for some of modules around it, such as an
-    activation between two modules.
+    activation between two modules, and some that read no parameter, such as a dropout module of the model.
 
     Raises:
         ShardingError: there are none.
     """
-    scopes = [{serial.producers[name].scope for name in layer.ops} for layer in layers]
-    numbers = [
-        number
-        for number, of_layer in enumerate(scopes)
-        if (inside := {scope for scope in of_layer if _contains(path, scope)})
-        and all(_contains(scope, path) for scope in of_layer - inside)
-    ]
+    numbers, others = [], dict[int, str]()
+    for number, layer in enumerate(layers):
+        ops = [serial.producers[name] for name in layer.ops]
+        if any(_contains(path, op.scope) for op in ops):
+            foreign = (op.scope for op in ops if _is_foreign(op, path, serial))
+            if other := next(foreign, ""):
+                others[number] = other
+            else:
+                numbers.append(number)
     if numbers:
         return numbers
+    reason = "no layer of the program has ops of it"
+    if others:
+        number, other = next(iter(others.items()))
+        reason = (
+            f"layer {number}, which has ops of it, also has ops of module {other!r} that read a parameter"
+        )
     starts = (
         f"{number} ({serial.producers[layer.ops[0]].scope or 'the model itself'})"
         for number, layer in enumerate(layers)
     )
     raise ShardingError(
-        f"recompute of Strategy names module {path!r} but no layer of the program has ops of it and "
-        f"none of a module beside it; layers begin in {', '.join(starts)}; name layers by these "
-        f"numbers, a module that contains whole layers, or recompute any module by dg.recompute(module)"
+        f"recompute of Strategy names module {path!r} but {reason}; layers begin in {', '.join(starts)}; "
+        f"name layers by these numbers, a module that contains whole layers, or recompute any module by "
+        f"dg.recompute(module)"
     )
+
+
+def _is_foreign(op: Op, path: str, serial: Graph) -> bool:
+    """Whether an op reads a parameter and is neither of a module nor of one around it."""
+    if _contains(path, op.scope) or _contains(op.scope, path):
+        return False
+    return any(serial.producers[value.name].kind == "param" for value in op.operands)
 
 
 def _contains(module: str, scope: str) -> bool:

@@ -245,24 +245,26 @@ def test_layers_by_number_and_by_module() -> None:
 
 
 class Activated(nn.Module):
-    """Linear layers with an activation of the model itself behind each."""
+    """Linear layers with an activation of the model itself and one dropout module of all behind each."""
 
-    def __init__(self) -> None:
+    def __init__(self, rate: float) -> None:
         self.layers = [nn.Linear(8, 8, dtype="f64") for _ in range(3)]
+        self.dropout = nn.Dropout(rate)
 
     def forward(self, x: dg.Tensor) -> dg.Tensor:
         for layer in self.layers:
-            x = ops.tanh(layer(x))
+            x = self.dropout(ops.tanh(layer(x)))
         return x
 
 
-def test_a_layer_of_a_module_may_have_ops_of_the_modules_around_it() -> None:
+@pytest.mark.parametrize("rate", [0.0, 0.2])
+def test_a_layer_of_a_module_may_have_ops_of_others_without_parameters(rate: float) -> None:
     x, y = np.random.default_rng(4).normal(size=(2, 8, 8))
 
     def losses_and_layers(recompute: Any) -> tuple[list[float], tuple[int, ...]]:
         strategy = dg.Strategy(recompute=recompute)
         trained = dg.Engine(
-            Activated(), nn.MeanSquaredError(), dg.optim.SGD(lr=0.1), strategy=strategy, seed=3
+            Activated(rate), nn.MeanSquaredError(), dg.optim.SGD(lr=0.1), strategy=strategy, seed=3
         )
         steps = trained.fit((x, y), batch_size=4, epochs=2, progress=False).losses
         return steps, trained.plan.portable.recompute
@@ -282,7 +284,11 @@ def test_a_layer_of_a_module_may_have_ops_of_the_modules_around_it() -> None:
         ),
         (
             {"recompute": ("blocks.0.mlp",)},
-            r"names module 'blocks.0.mlp' but no layer .* dg.recompute",
+            r"'blocks.0.mlp' but layer 1, which .*, also has ops of module 'blocks.0.norm1' that read",
+        ),
+        (
+            {"recompute": ("other",)},
+            r"names module 'other' but no layer of the program has ops of it; layers",
         ),
         (
             {"recompute": "all"},

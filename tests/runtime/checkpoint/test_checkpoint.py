@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import signal
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -204,7 +205,8 @@ def test_states_of_another_optimiser_are_not_carried_along(tmp_path: Path) -> No
     first.save(tmp_path)
     plain = engine(optimizer=optim.SGD(lr=0.1))
     plain.load(tmp_path)
-    plain.fit(data(8), batch_size=8, progress=False)
+    with pytest.warns(UserWarning, match="training by SGD does not read"):
+        plain.fit(data(8), batch_size=8, progress=False)
     plain.save(tmp_path)
     assert not [name for name in Checkpoint.open(tmp_path).tensors if "adam" in name]
 
@@ -335,6 +337,49 @@ def test_states_of_another_optimiser_are_refused(tmp_path: Path) -> None:
     anew.load(tmp_path, states=False)
     anew.fit(data(8), batch_size=8, progress=False)
     assert anew.step == 2
+
+
+def test_states_that_the_optimiser_does_not_read_are_named(tmp_path: Path) -> None:
+    """Once, whether the checkpoint is loaded before or after the training program is compiled."""
+    trained = engine()
+    trained.fit(data(8), batch_size=8, progress=False)
+    trained.save(tmp_path)
+    text = r"has down.bias.adam_m, .* and \d+ more, which training by SGD does not read; .* states=False"
+    other = engine(optimizer=optim.SGD(lr=0.1))
+    other.load(tmp_path)
+    with pytest.warns(UserWarning, match=text) as raised:
+        other.fit(data(8), batch_size=8, epochs=2, progress=False)
+    assert len(raised) == 1
+    other.run(data(4))  # another program, without a warning
+    with pytest.warns(UserWarning, match=text):
+        other.load(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        other.load(tmp_path, states=False)
+        other.run(data(8))
+        trained.load(tmp_path)
+
+
+def test_a_function_whose_parameters_the_checkpoint_does_not_have(tmp_path: Path) -> None:
+    def of_function(layer: nn.Module) -> dg.Engine:
+        def model(x: dg.Tensor) -> dg.Tensor:
+            return layer(x)
+
+        return dg.Engine(model, nn.MeanSquaredError(), optim.Adam(lr=0.1), seed=id(layer) % 97)
+
+    x = np.ones((4, 3), "f4")
+    trained = of_function(nn.Sequential(nn.Linear(3, 3), nn.ReLU()))
+    trained.fit((x, x), batch_size=4, progress=False)
+    trained.save(tmp_path)
+    for states in (True, False):
+        other = of_function(nn.Linear(3, 3))
+        other.load(tmp_path, states=states)
+        message = r"has no parameter \w+, which the program reads; its parameters are steps.0.bias, steps.0.w"
+        with pytest.raises(RuntimeFault, match=message):
+            other.predict(x)
+        same = of_function(nn.Sequential(nn.Linear(3, 3), nn.ReLU()))
+        same.load(tmp_path, states=states)
+        np.testing.assert_array_equal(same.predict(x), trained.predict(x))
 
 
 def test_running_statistics_are_part_of_the_model(tmp_path: Path) -> None:
