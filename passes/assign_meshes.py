@@ -7,7 +7,9 @@ Invariant: deterministic in program order. An op that the user placed keeps its 
       is, in this order of precedence, that of an annotated result; of the forward op of a backward op, of the
       parameter of an optimizer op; of an annotated operand (if one mesh contains the other the larger, else
       that of the later operand); of the operand that was produced last; of the next op in program order that
-      has a mesh. Scalar operands count only if all operands are scalars.
+      has a mesh. Scalar operands count only if all operands are scalars. Of scalars, and where one operand is
+      an input of the program, the operand behind most changes of mesh counts instead of the last one: so a
+      sum of losses, and an auxiliary loss of a stage in the middle, do not lead back up the pipeline.
 """
 
 from __future__ import annotations
@@ -85,6 +87,7 @@ def _assign(graph: Graph) -> dict[str, ProcessMesh]:
     meshes: dict[str, ProcessMesh] = {}
     of_value: dict[str, ProcessMesh] = {}
     position = {v.name: i for i, op in enumerate(graph.ops) for v in op.results}
+    depth: dict[str, int] = {}
     undecided: list[Op] = []  # ops whose mesh is that of the next op with a mesh
     for op in graph.ops:
         mesh = graph.placements.get(op.name) or _annotated(graph, op.results)
@@ -95,11 +98,17 @@ def _assign(graph: Graph) -> dict[str, ProcessMesh]:
         if mesh is None and op.role == "optimize" and op.link:
             mesh = of_value.get(op.link)
         if mesh is None:
-            mesh = _annotated(graph, op.operands) or _latest(op.operands, of_value, position)
+            mesh = _annotated(graph, op.operands) or _latest(graph, op.operands, of_value, position, depth)
         if mesh is None:
             undecided.append(op)
             continue
         _set_mesh(graph, op, mesh, meshes, of_value)
+        reached = max(
+            (depth[v.name] + (of_value[v.name] != mesh) for v in op.operands if v.name in depth), default=0
+        )
+        for value in op.operands:
+            depth.setdefault(value.name, reached)  # a source, on the mesh of its first reader
+        depth.update(dict.fromkeys((v.name for v in op.results), reached))
         for earlier in undecided:
             _set_mesh(graph, earlier, mesh, meshes, of_value)
         undecided.clear()
@@ -143,14 +152,26 @@ def _annotated(graph: Graph, values: Sequence[Value]) -> ProcessMesh | None:
 
 
 def _latest(
-    values: Sequence[Value], of_value: Mapping[str, ProcessMesh], position: Mapping[str, int]
+    graph: Graph,
+    values: Sequence[Value],
+    of_value: Mapping[str, ProcessMesh],
+    position: Mapping[str, int],
+    depth: Mapping[str, int],
 ) -> ProcessMesh | None:
-    """The mesh of the value that was produced last, or a larger mesh of another value that contains it."""
+    """The mesh of the value that was produced last, or a larger mesh of another value that contains it.
+
+    Args:
+        graph, values: the operands of an op.
+        of_value, position: mesh and place in the program of every value so far.
+        depth: changes of mesh before a value, which come first for scalars and inputs of the program.
+    """
     placed = [v for v in values if v.name in of_value]
     if not placed:
         return None
-    names = [v.name for v in placed if v.shape] or [v.name for v in placed]
-    best = of_value[max(names, key=lambda name: position[name])]
+    shaped = [v.name for v in placed if v.shape]
+    names = shaped or [v.name for v in placed]
+    downstream = not shaped or any(graph.producers[name].kind == "input" for name in names)
+    best = of_value[max(names, key=lambda name: (depth.get(name, 0) * downstream, position[name]))]
     for name in names:
         if of_value[name].size > best.size and of_value[name].contains(best):
             best = of_value[name]

@@ -27,13 +27,28 @@ def recomputation_tasks(parts: Parts) -> frozenset[str]:
 
 
 def _gradients(graph: Graph) -> set[str]:
-    """Names of the ops that depend on the gradient of the loss: of the last op with a gradient, and so on."""
-    place = {op.name: number for number, op in enumerate(graph.ops) if op.role != "backward"}
-    linked = [op.link for op in graph.ops if op.role == "backward" and op.link in place]
-    loss = max(linked, key=place.__getitem__, default="")
+    """Names of the ops that depend on the gradient of the loss, and so on all gradients: of an op with a
+    gradient that leads to no other, such as each of several losses that are added up."""
+    losses = _losses(graph)
     names: set[str] = set()
     for op in graph.ops:
-        first = op.role == "backward" and op.link == loss
+        first = op.role == "backward" and op.link in losses
         if first or any(graph.producers[value.name].name in names for value in op.operands):
             names.add(op.name)
     return names
+
+
+def _losses(graph: Graph) -> set[str]:
+    """Names of the ops with a gradient whose results lead to no other op with a gradient."""
+    linked = {op.link for op in graph.ops if op.role == "backward"}
+    leading: set[str] = set()
+    losses: set[str] = set()
+    for op in reversed(graph.ops):
+        if op.role == "backward":
+            continue
+        further = any(user.name in leading for value in op.results for user in graph.users[value.name])
+        if op.name in linked and not further:
+            losses.add(op.name)
+        if op.name in linked or further:
+            leading.add(op.name)
+    return losses

@@ -98,8 +98,8 @@ class ActionTable:
             if again and policy.splits_backward and graph.micro_batches > 1:
                 raise GraphError(
                     f"schedule {policy.name}: a micro-batch comes back to stage {again[0]}, but the table of "
-                    "the schedule has each stage once; name each mesh once along the pipeline, or use "
-                    "schedule interleaved-1f1b or 1f1b"
+                    "the schedule has each stage once; name each mesh once along the pipeline, with the "
+                    "losses on the last one (dg.on), or use schedule interleaved-1f1b or 1f1b"
                 )
             return dict.fromkeys((name for names in groups.values() for name in names), 0)
         if policy.folded:
@@ -108,7 +108,12 @@ class ActionTable:
         if len(set(numbers.values())) > 1:
             (phase, stage), most = max(numbers.items(), key=lambda item: item[1])
             (other, stage_number), least = min(numbers.items(), key=lambda item: item[1])
-            if len({n for (kind, _), n in numbers.items() if kind == "forward"}) == 1:
+            forwards = {n for (kind, _), n in numbers.items() if kind == "forward"}
+            if forwards == {1} and most > 1:  # one chunk, whose backward part has several tasks
+                return dict.fromkeys(whole_of.values(), 0)
+            if len(forwards) == 1 and most > max(forwards):
+                raise _too_many(policy, stage, max(forwards), most)
+            if len(forwards) == 1:
                 raise GraphError(
                     f"schedule {policy.name}: a micro-batch has {most} chunks on stage {stage} but a "
                     f"backward part for {least} of them on stage {stage_number}: no trainable parameter is "
@@ -181,6 +186,15 @@ def waits_for_turn(task: Task) -> bool:
     return task.per_micro and task.kind in _COMPUTE_KINDS and not task.recomputes
 
 
+def _too_many(policy: SchedulePolicy, stage: int, chunks: int, tasks: int) -> GraphError:
+    """The error for a stage with more backward tasks than chunks."""
+    return GraphError(
+        f"schedule {policy.name}: a micro-batch has {chunks} chunks on stage {stage} but {tasks} backward "
+        "tasks: gradients that need no later chunk, such as those of an auxiliary loss of a chunk before "
+        "the last one, are a task of their own; compute that loss from the last chunk, or use schedule 1f1b"
+    )
+
+
 def _folded_chunks(
     graph: TaskGraph,
     policy: SchedulePolicy,
@@ -204,14 +218,17 @@ def _folded_chunks(
         raise GraphError(
             f"schedule {policy.name}: a micro-batch has {visits[stage]} forward tasks on stage {stage} but "
             f"{turning[stage]} in a pipeline that goes down the stages and comes back up; name the meshes in "
-            "an order such as a, b, c, b, a, or use schedule interleaved-1f1b"
+            "an order such as a, b, c, b, a, with the losses on the last one (dg.on), or use schedule "
+            "interleaved-1f1b"
         )
     chunks: dict[str, int] = {}
     for (phase, stage), names in groups.items():
+        if phase == "backward" and len(names) > visits[stage] > 1:
+            raise _too_many(policy, stage, visits[stage], len(names))
         if phase == "forward":
             chunks.update((name, number) for number, name in enumerate(names))
         elif phase == "backward":  # the last chunk first; the first ones may train nothing
-            chunks.update((name, visits[stage] - 1 - number) for number, name in enumerate(names))
+            chunks.update((name, max(0, visits[stage] - 1 - number)) for number, name in enumerate(names))
     chunks |= _weight_chunks(graph, groups, whole_of, chunks)
     return {name: chunks.get(name, 0) for names in groups.values() for name in names}
 

@@ -100,7 +100,7 @@ def test_steps_between_comparisons(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[int] = []
     trained = engine("dp3", 3)
     monkeypatch.setattr(
-        trained._session.__class__, "verify_replicas", lambda self, step: compared.append(step)
+        trained._session.__class__, "verify_replicas", lambda self, step, *batch: compared.append(step)
     )
     for _ in range(7):
         trained.run(data(12))

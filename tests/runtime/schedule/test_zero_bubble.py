@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import distgraph as dg
-from distgraph import optim
-from distgraph.errors import GraphError
+from distgraph import nn, ops, optim
+from distgraph.errors import GraphError, RuntimeFault
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.models import GPT, GPTConfig
 from distgraph.models.megatron_layout import stages
@@ -199,6 +199,58 @@ def test_training_on_stages_that_share_ranks(meshes: list[ProcessMesh], policy: 
     batch = (inputs[:5], targets[:5])
     results = [each.fit(batch, batch_size=4, epochs=2, progress=False).losses for each in (trained, serial)]
     assert results[0] == pytest.approx(results[1], rel=1e-6)
+
+
+class Supervised(nn.Module):
+    """Blocks with a head behind the second one and one behind the last."""
+
+    def __init__(self, meshes: list[ProcessMesh]) -> None:
+        self.blocks = [nn.Linear(6, 6, dtype="f64") for _ in range(4)]
+        self.heads = [nn.Linear(6, 3, dtype="f64") for _ in range(2)]
+        self.meshes = meshes
+
+    def forward(self, x: dg.Tensor) -> dict[str, dg.Tensor]:
+        outputs = {}
+        for number, (block, mesh) in enumerate(zip(self.blocks, self.meshes, strict=True)):
+            with dg.on(mesh):
+                x = x + ops.tanh(block(x))
+                if number % 2:
+                    outputs[str(number)] = self.heads[number // 2](x)
+        return outputs
+
+
+def both_losses(outputs: dict[str, dg.Tensor], labels: dg.Tensor) -> dg.Tensor:
+    return nn.CrossEntropy()(outputs["3"], labels) + 0.3 * nn.CrossEntropy()(outputs["1"], labels)
+
+
+def supervised(meshes: list[ProcessMesh], policy: str) -> list[float]:
+    random = np.random.default_rng(0)
+    data = random.normal(size=(16, 6)), random.integers(0, 3, 16)
+    strategy = dg.Strategy(schedule=policy, micro_batches=4)
+    trained = dg.Engine(Supervised(meshes), both_losses, optim.SGD(lr=0.1), strategy=strategy)
+    return trained.fit(data, batch_size=8, progress=False).losses
+
+
+@pytest.mark.parametrize(
+    ("order", "policy"),
+    [
+        ((0, 0, 1, 1), "zb-h1"),
+        ((0, 1, 1, 0), "zb-v"),
+        ((0, 1, 2, 3), "zb-v"),
+        ((0, 0, 1, 2), "interleaved-1f1b"),
+        ((0, 0, 1, 1), "1f1b"),
+    ],
+)
+def test_a_loss_of_a_stage_in_the_middle_does_not_lead_back(order: tuple[int, ...], policy: str) -> None:
+    meshes = [ProcessMesh.grid(first, dp=1) for first in order]
+    serial = supervised([ProcessMesh.grid(dp=1)] * 4, "1f1b")
+    assert supervised(meshes, policy) == pytest.approx(serial, rel=1e-12)
+
+
+def test_gradients_of_a_middle_chunk_alone_are_refused_under_interleaving() -> None:
+    meshes = [ProcessMesh.grid(first, dp=1) for first in (0, 1, 0, 1)]
+    with pytest.raises(RuntimeFault, match=r"2 chunks on stage 1 but 3 backward tasks: .* auxiliary loss"):
+        supervised(meshes, "interleaved-1f1b")
 
 
 def test_stages_with_different_numbers_of_chunks_are_refused() -> None:
