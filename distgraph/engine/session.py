@@ -162,7 +162,9 @@ class Session:
         """Warn once of states of the loaded checkpoint that training does not read."""
         loaded, self.loaded = self.loaded, None
         if loaded is not None:
-            loaded.warn_unread(self.training_spec.optimizer)
+            spec = self.training_spec
+            frozen = {name for name, parameter in spec.parameters.items() if not parameter.trainable}
+            loaded.warn_unread(spec.optimizer, frozen)
 
     def ranks(self) -> World:
         """The world, with enough ranks for every program so far; a new one after a failure.

@@ -311,11 +311,12 @@ def make_engine(case: Case, plan: Any = None, seed: int | None = None) -> Engine
             "mode": layout.mode,
             "micro_batches": program.micro,
             "schedule": layout.schedule,
+            "refine": layout.refine,
             "mesh": meshes[0] if layout.batch_axis else None,
             "batch_axis": axis if layout.batch_axis else None,
         }
     )
-    strategy = dg.Strategy(executor=layout.executor, refine=layout.refine, **decided)
+    strategy = dg.Strategy(executor=layout.executor, **decided)
     states = optim.shard_states(meshes[0], axis) if layout.states and meshes else None
     return Engine(
         model.forward if program.plain else model,

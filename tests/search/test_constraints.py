@@ -457,6 +457,7 @@ class Bound(nn.Module):
         return self.down(x.reshape(2, 8) if self.kind == "reshape" else x)
 
 
+@pytest.mark.filterwarnings("ignore:loss is not recognised as a mean")
 @pytest.mark.parametrize("mode", ["auto", "recursive"])
 @pytest.mark.parametrize("annotated", [False, True])
 @pytest.mark.parametrize("kind", ["reshape", "depends"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -98,18 +98,19 @@ class Loaded:
             return self
         return Loaded(Checkpoint.open(path), self.states, self.model, self.records)
 
-    def warn_unread(self, optimizer: object) -> None:
+    def warn_unread(self, optimizer: object, frozen: Collection[str]) -> None:
         """Warn of states that no program has read once training has been compiled: they are dropped.
 
         Args:
             optimizer: of the engine, which goes on without them.
+            frozen: names of parameters that are not trained, whose states no optimiser reads.
         """
         tensors = self.checkpoint.contents.tensors
         unread = [
             name
             for name, entry in tensors.items()
             if entry.kind == "state" and name not in self.records and name not in self.model
-            if name.rpartition(".")[0] in tensors  # that of a parameter: others are none of the optimiser
+            if name.rpartition(".")[0] in tensors.keys() - frozen  # others are no states of the optimiser
         ]
         if not self.states or not unread or not is_chief():
             return

@@ -70,7 +70,7 @@ def _unaveraged(label: str, small: Graph, count: int, growth_of: Mapping[str, Gr
     models = {op.name for op in small.ops[:count]}
     needed = prune(replace(small, outputs=((label, value),), updates=())).ops
     first = next((op for op in needed if any(growth_of[r.name] == OTHER for r in op.results)), None)
-    if first is not None and first.name in models:
+    if first is not None and first.name in models and first.operands:  # not where the ops are others
         return (
             f"{subject} depends on {first.kind} ({first.source}) in the model, which is not recognised as "
             f"computed from one sample alone, but micro_batches is {parts}, which divides the samples that "
