@@ -127,10 +127,10 @@ _REDUCE = {
 _NEUTRAL = {
     "sum": "0",
     "prod": "1",
-    "max": "-np.inf",
-    "min": "np.inf",
-    "amax": "-np.inf",
-    "amin": "np.inf",
+    "max": "least",
+    "min": "most",
+    "amax": "least",
+    "amin": "most",
     "any": "False",
     "all": "True",
     "count_nonzero": "0",
@@ -155,10 +155,15 @@ def _drop_defaults(name: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
 def _without(name: str, option: str) -> str:
     """How a NumPy function is called without an option that does not trace, with the same result."""
     reduced = _REDUCE.get(name, name)
-    if option == "where" and reduced in ("mean", "std", "var"):
-        return "use np.where(mask, x, 0).sum(axis) / mask.sum(axis), the mean of those where mask holds"
+    mean = "np.where(mask, x, 0).sum(axis) / mask.sum(axis)"
+    if option == "where" and reduced == "mean":
+        return f"use {mean}, the mean of those where mask holds"
+    if option == "where" and reduced in ("std", "var"):
+        return f"use m = {mean}, and then the same of (x - m) ** 2 (its root for std)"
     if option == "where" and reduced in _NEUTRAL:
-        return f"use np.{reduced}(np.where(mask, x, {_NEUTRAL[reduced]}), axis)"
+        neutral = _NEUTRAL[reduced]
+        what = f" with a number that none is {'below' if neutral == 'least' else 'above'}"
+        return f"use np.{reduced}(np.where(mask, x, {neutral}), axis){what * (neutral in ('least', 'most'))}"
     if option == "where":
         return f"use np.where(mask, np.{name}(...), other)"
     if option == "order" and name in ("reshape", "ravel"):

@@ -100,7 +100,7 @@ def different_batches(compiled: Compiled, batch: Batch, world: World) -> str:
         }
 
     readers: dict[BlockKey, dict[int, str]] = {}
-    for rank, sums in sorted(world.gather(world.run(work)).items()):
+    for rank, sums in sorted(world.gather(run_together(world, work)).items()):
         for key, checksum in sums.items():
             readers.setdefault(key, {})[rank] = checksum
     for (field, start, stop, _), sums in readers.items():

@@ -93,17 +93,22 @@ class Memory:
                     "shapes of parameters must not depend on the batch"
                 )
 
-    def check_unchanged(self) -> None:
+    def check_unchanged(self, trained: bool) -> None:
         """Raises GraphError when a parameter has other settings than when a program was compiled for it.
 
         A program keeps the settings that it was compiled with, one for another batch size takes new ones.
+
+        Args:
+            trained: False for a program that is compiled and does not train: it does not depend on whether
+                a parameter is trainable, which may have changed for another engine of the same model.
         """
         changes = Parameter.changes
         if changes != self._changes:
             for name, (parameter, before) in self._compiled.items():
-                if not parameter.settings.same(before):
-                    raise GraphError(_changed(name, before, parameter.settings))
-            self._changes = changes
+                now = parameter.settings
+                if not (now if trained else now._replace(trainable=before.trainable)).same(before):
+                    raise GraphError(_changed(name, before, now))
+            self._changes = changes if trained else self._changes
 
     def take_value(self, name: str) -> None:
         """From now on, compare with the array that the parameter of a name starts from at present."""

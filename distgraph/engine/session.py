@@ -95,9 +95,9 @@ class Session:
         """
         if len(batch) == 0:
             raise RuntimeFault("batch has 0 samples; there is nothing to do")
-        self.memory.check_unchanged()
         fields = batch.fields()
         key = (mode, len(batch), tuple(fields.items()), sequence)
+        self.memory.check_unchanged(trained=mode == "train" or key not in self.programs)
         if key not in self.programs:
             if mode == "generate":
                 self._keep_caches(len(batch), sequence)
@@ -313,7 +313,9 @@ class Session:
                 raise RuntimeFault(self.memory.damaged)
         difference, equal = different_replicas(self.memory, world, self.devices), self.memory.equal_step
         if difference:
-            before = "nothing was compared before" if equal is None else f"all were equal after step {equal}"
+            before = f"all were equal after step {equal}"
+            if equal is None:
+                before = "nothing was compared since they were created or loaded"
             self.memory.damaged = f"after step {step} {difference}; {before}"
             raise RuntimeFault(f"{self.memory.damaged}; {CAUSES}")
         self.memory.equal_step = step

@@ -115,9 +115,9 @@ def check_held(model: Any, held: Mapping[str, Parameter], trace: Trace) -> None:
     where = f"used at {op.source}" if op.source else "used"
     raise GraphError(
         f"{what} {stray.name} ({op.result.type}) is {where} but no attribute of "
-        f"{type(model).__name__} or of the modules that it holds led to it before the call, so that no "
-        f"checkpoint of it could be loaded; make layers in __init__ and keep them in attributes, each, or in "
-        f"a list, tuple or dict"
+        f"{type(model).__name__}, or of modules that it holds or that are the loss or a metric, led to it "
+        f"before the call, so that no checkpoint of it could be loaded; make layers in __init__, keep them "
+        f"in attributes, each, or in a list, tuple or dict, and give a loss with layers as a module"
     )
 
 

@@ -85,7 +85,8 @@ def growths(
                 growth_of[value.name] = _source(op, other, factor)
             else:
                 growth_of[value.name] = _result(op, other, growth_of)
-    return growth_of
+    unread = {value.name: FIXED for op in small.ops for value in op.results if value.name not in growth_of}
+    return growth_of | unread
 
 
 def _pairs(small: Graph, large: Graph) -> list[tuple[Op, Op]] | None:
@@ -234,7 +235,7 @@ def _looped(op: Op, other: Op, growth_of: Mapping[str, Growth], factor: int) -> 
         sources[name].name: _item(growth_of[value.name]) if name.startswith(ITEM) else growth_of[value.name]
         for value, name in zip(op.operands, loop.operand_names, strict=True)
     }
-    for _ in range(2):  # a number that turns add to is a sum from the second one on
+    for _ in range(loop.carried + 1):  # a number that turns add to is a sum from the second one on
         inner = growths(loop.body, wide.body, factor, given)
         changed = {b.name: inner[e.name] for b, e in loop.carries if inner[e.name] != given[b.name]}
         if not changed:

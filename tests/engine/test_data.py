@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -322,3 +323,32 @@ def test_labels_are_given_by_name(fields: tuple[str, ...]) -> None:
     batch = {name: np.full((4, 2), numbers[name], "f4") for name in fields}
     logs = dg.Engine(lambda x: 1.0 * x, loss, metrics={"same": loss}).evaluate(batch, batch_size=4)
     assert logs["loss"] == logs["same"] == 5.0
+
+
+def scaled(output: Any, labels: Any, *, scale: Any = 1.0) -> Any:
+    return ((output - labels) ** 2).mean() * scale
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda output, labels, *_: scaled(output, labels),
+        lambda output, labels, **_: scaled(output, labels),
+        lambda output, *rest: scaled(output, rest[0]),
+        lambda *given: scaled(*given[:2]),
+        functools.wraps(lambda output, labels, mask: 0)(lambda *given: scaled(given[0], given[1])),
+    ],
+    ids=["rest", "named rest", "all", "everything", "wrapped"],
+)
+def test_losses_that_take_any_labels(loss: Any) -> None:
+    batch = {
+        name: np.full((4, 2), float(number), "f4") for number, name in enumerate(("x", "labels", "mask"))
+    }
+    assert dg.Engine(lambda x: 1.0 * x, loss).evaluate(batch, batch_size=4)["loss"] == 1.0
+
+
+@pytest.mark.parametrize("loss", [scaled, functools.partial(scaled, scale=2.0)])
+def test_a_label_is_no_option_of_a_loss_but_by_name(loss: Any) -> None:
+    fields = {name: np.ones((4, 2), "f4") for name in ("x", "labels", "mask")}
+    with pytest.raises(GraphError, match=r"loss takes .* 2 targets; give it these"):
+        dg.Engine(lambda x: 1.0 * x, loss).evaluate(fields, batch_size=4)

@@ -91,7 +91,7 @@ def test_after_loading_nothing_counts_as_compared(tmp_path: Path) -> None:
     trained.load(tmp_path)
     flip(trained, "up.bias", 2)
     with pytest.raises(
-        RuntimeFault, match=r"^after step 2 copies of .*; nothing was compared before; possible causes"
+        RuntimeFault, match=r"^after step 2 copies of .*; nothing was compared since they .*; possible causes"
     ):
         trained.run(data(12))
 

@@ -161,7 +161,7 @@ def test_a_layer_that_attributes_do_not_lead_to_is_refused(way: str, batch: Any)
     engine = dg.Engine(Strays(way), nn.MeanSquaredError(), optim.SGD(lr=0.1))
     message = (
         r"parameter weight \(f32\[2, 2\]\) is used at test_parameter_arrays.py:\d+ but no "
-        r"attribute of Strays or .*; make layers in __init__ and keep them in attributes, each, or in a list"
+        r"attribute of Strays, or .*; make layers in __init__, keep them in attributes, each, or in a list"
     )
     for _ in range(2):
         with pytest.raises(GraphError, match=message):
@@ -248,3 +248,31 @@ def test_a_frozen_model_goes_on_from_a_checkpoint(batch: Any, tmp_path: Path) ->
     second.load(tmp_path)
     second.run(batch)
     np.testing.assert_array_equal(first.parameters()["up.weight"], second.parameters()["up.weight"])
+
+
+def test_a_compiled_prediction_goes_on_where_another_engine_trains_other_parameters(batch: Any) -> None:
+    first = engine_of()
+    first.run(batch)
+    before = first.predict(batch[0])
+    model = first.training_spec.model
+    model.up.weight.trainable = False
+    second = dg.Engine(model, nn.MeanSquaredError(), optim.SGD(lr=0.1))
+    second.run(batch)
+    np.testing.assert_array_equal(first.predict(batch[0]), before)
+    with pytest.raises(GraphError, match="has trainable=False but had trainable=True"):
+        first.run(batch)
+
+
+class Weighted(nn.Module):
+    """A loss with a buffer that is named like a parameter of the model."""
+
+    def __init__(self) -> None:
+        self.weight = nn.Buffer((6,), init=("ones",))
+
+    def forward(self, output: Any, target: Any) -> Any:
+        return ops.mean((output - target) ** 2 * self.weight)
+
+
+def test_a_loss_may_name_its_buffer_like_a_parameter_where_it_is_not_read() -> None:
+    engine = dg.Engine(nn.Linear(6, 6), Weighted())
+    assert engine.predict(np.ones((4, 6), "f4")).shape == (4, 6)

@@ -51,6 +51,14 @@ ROWS, MEAN, OTHER = Growth("rows"), Growth("linear"), Growth("other")
         (scanned(lambda c, x: (c, c * x), 1), Growth("rows", dim=1)),
         (scanned(lambda c, x: (c + ops.mean(x**2), None), 0, number), MEAN),
         (scanned(lambda c, x: (c, ops.mean(x**2)), 1), MEAN),
+        (
+            lambda x: ops.scan(
+                lambda c, item: ((c[0] + ops.mean(item**2), c[0] + c[1]), None),
+                (number(x), number(x)),
+                items(x),
+            )[0][1],
+            MEAN,
+        ),
         (turned(lambda n, c: n < 3, lambda n, c: (n + 1, c * 2.0)), ROWS),
         (turned(lambda n, c: ops.mean(c) < 3.0, lambda n, c: (n + 1, c * 2.0)), OTHER),
         (turned(lambda n, c: n < 3, lambda n, c: (n + 1, c - ops.mean(c, 0))), OTHER),

@@ -106,11 +106,12 @@ class Loaded:
             frozen: names of parameters that are not trained, whose states no optimiser reads.
         """
         tensors = self.checkpoint.contents.tensors
+        trained = tensors.keys() - frozen
         unread = [
             name
             for name, entry in tensors.items()
             if entry.kind == "state" and name not in self.records and name not in self.model
-            if name.rpartition(".")[0] in tensors.keys() - frozen  # others are no states of the optimiser
+            if name.rpartition(".")[0] in trained  # others are no states of the optimiser
         ]
         if not self.states or not unread or not is_chief():
             return

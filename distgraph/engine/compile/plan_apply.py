@@ -57,8 +57,14 @@ def warn_overruled(strategy: Strategy, plan: Plan) -> None:
         broken = f"batch_axis={strategy.batch_axis!r}"
     if not broken and strategy.split > plan.zero:
         broken = f"zero={strategy.zero}"
-    if not broken:
-        broken = _of_search(strategy)
+    searched = "" if broken else _of_search(strategy)
+    if searched and is_chief():
+        warnings.warn(
+            f"{searched} of Strategy has no effect: a plan is given, so that nothing is searched or "
+            "completed; leave one of them out",
+            UserWarning,
+            stacklevel=user_stack_level(),
+        )
     if broken and is_chief():
         name = broken.partition("=")[0]
         made = {**plan.texts(), "stages": str(len(stages)), "mesh": " and ".join(map(str, meshes))}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -118,10 +119,12 @@ class TrainingSpec:
         """
         if isinstance(self.model, Module):
             name_tree(self.model)
-        modules = [
-            part for part in (self.model, self.loss, *self.metrics.values()) if isinstance(part, Module)
-        ]
-        return {tensor.name: tensor for module in modules for _, tensor in module.named_tensors()}
+        held: dict[str, Parameter] = {}
+        for part in (self.model, self.loss, *self.metrics.values()):
+            module = part.func if isinstance(part, partial) else part
+            if isinstance(module, Module):
+                held = {tensor.name: tensor for _, tensor in module.named_tensors()} | held
+        return held
 
     def trace_loss(self, fields: Mapping[str, Field]) -> tuple[Graph, int]:
         """Loss and metrics of a micro-batch in evaluation, and the number of ops of the model, which come
@@ -252,27 +255,43 @@ class TrainingSpec:
 
 
 def _called(subject: str, function: Callable[..., Any], output: Any, targets: Mapping[str, Tensor]) -> Any:
-    """What a loss or metric returns. A target that one of its arguments names is that argument; the others
-    are the remaining arguments in order. Raises GraphError where it does not take them."""
-    accepted = _keywords(function)
-    named = {name: target for name, target in targets.items() if name in accepted}
-    others = [target for name, target in targets.items() if name not in accepted]
-    remaining = [name for name in accepted if name not in named]
-    if named and len(others) <= len(remaining):
-        named |= zip(remaining, others, strict=False)
-        others = []
-    check_call(subject, function, 1 + len(others), tuple(named))
-    return function(output, *others, **named)
+    """What a loss or metric returns. Raises GraphError where it does not take the targets."""
+    values, named = _arranged(function, dict(targets))
+    check_call(subject, function, 1 + len(values), tuple(named))
+    return function(output, *values, **named)
 
 
-def _keywords(function: Callable[..., Any]) -> list[str]:
-    """Names of the arguments of a loss or metric behind the first that can be given by name."""
+def _arranged(
+    function: Callable[..., Any], targets: dict[str, Tensor]
+) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Targets for the arguments of a loss or metric behind the first, by position and by name.
+
+    A target that an argument names is that argument. The others are the remaining positional arguments in
+    order, never one that can be given by name only, such as an option with a default.
+    """
     called = function.forward if isinstance(function, Module) else function
     try:
         parameters = list(inspect.signature(called).parameters.values())
     except (TypeError, ValueError):  # some builtins have none
-        return []
-    return [p.name for p in parameters[1:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        return [*targets.values()], {}
+    if parameters and parameters[0].kind is not inspect.Parameter.VAR_POSITIONAL:
+        parameters = parameters[1:]
+    kinds = {p.kind for p in parameters}
+    names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    named = {name: targets.pop(name) for name in list(targets) if name in names}
+    values: list[Tensor] = []
+    for parameter in parameters:
+        if parameter.kind not in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            break
+        if parameter.name in named:
+            values.append(named.pop(parameter.name))
+        elif targets:
+            values.append(targets.pop(next(iter(targets))))
+        else:
+            break
+    if inspect.Parameter.VAR_KEYWORD in kinds and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        return values, named | targets
+    return [*values, *targets.values()], named
 
 
 def check_loss(loss: Any) -> None:

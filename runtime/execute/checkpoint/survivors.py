@@ -99,6 +99,7 @@ def _read(path: Path) -> dict[str, Any] | None:
             _Block(each["name"], tuple(map(tuple, each["bounds"])), BlockFile(**each["file"]))
             for each in content["blocks"]
         ]
+        content["training"]["step"] = int(content["training"]["step"])
     except (OSError, ValueError, TypeError, KeyError):
         return None
     return content

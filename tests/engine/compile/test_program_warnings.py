@@ -353,3 +353,15 @@ def test_random_numbers_of_every_step_and_of_init_are_not() -> None:
         warnings.simplefilter("error")
         engine.run(BATCH)
         engine.predict(BATCH[0])
+
+
+def test_a_constant_that_nothing_reads_is_no_fault() -> None:
+    """Numbers of samples that equal other constants are constants of one trace only."""
+    engine = dg.Engine(
+        nn.Linear(6, 3), lambda o, t: ((o - t) ** 2).sum() / o.shape[0] * 4.0, optim.SGD(lr=0.1),
+        metrics={"half": lambda o, t: 0.5}, strategy=dg.Strategy(micro_batches=2),
+    )  # fmt: skip
+    batch = tuple(np.concatenate([each, each]) for each in BATCH)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert engine.run(batch)["half"] == 0.5
