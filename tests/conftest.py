@@ -54,14 +54,6 @@ def missing_package(name: str) -> str | None:
     return None if importlib.util.find_spec(name) else f"{name} is not installed"
 
 
-@pytest.hookimpl(optionalhook=True, tryfirst=True)
-def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
-    """`-n auto` starts one worker more than there are cores: many tests wait for programs that they start."""
-    if os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS"):
-        return None
-    return len(os.sched_getaffinity(0)) + 1
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Give every rank of an MPI job a folder of its own for `tmp_path`.
