@@ -7,9 +7,9 @@ Invariant: deterministic in program order. An op that the user placed keeps its 
       is, in this order of precedence, that of an annotated result; of the forward op of a backward op, of the
       parameter of an optimizer op; of an annotated operand (if one mesh contains the other the larger, else
       that of the later operand); of the operand that was produced last; of the next op in program order that
-      has a mesh. Scalar operands count only if all operands are scalars. Of scalars the operand behind most
-      changes of mesh counts instead of the last one, so that a sum of losses does not lead back up the
-      pipeline. Every mesh that reads an input of the program without an annotation loads it.
+      has a mesh. Scalar operands count only if all operands are scalars. Of scalars, and where one operand is
+      an input of the program, the operand behind most changes of mesh counts instead of the last one: so a
+      sum of losses, and an auxiliary loss of a stage in the middle, do not lead back up the pipeline.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _assign(graph: Graph) -> dict[str, ProcessMesh]:
     meshes: dict[str, ProcessMesh] = {}
     of_value: dict[str, ProcessMesh] = {}
     position = {v.name: i for i, op in enumerate(graph.ops) for v in op.results}
-    depth: dict[str, int] = {}  # of values that are computed
+    depth: dict[str, int] = {}
     undecided: list[Op] = []  # ops whose mesh is that of the next op with a mesh
     for op in graph.ops:
         mesh = graph.placements.get(op.name) or _annotated(graph, op.results)
@@ -106,6 +106,8 @@ def _assign(graph: Graph) -> dict[str, ProcessMesh]:
         reached = max(
             (depth[v.name] + (of_value[v.name] != mesh) for v in op.operands if v.name in depth), default=0
         )
+        for value in op.operands:
+            depth.setdefault(value.name, reached)  # a source, on the mesh of its first reader
         depth.update(dict.fromkeys((v.name for v in op.results), reached))
         for earlier in undecided:
             _set_mesh(graph, earlier, mesh, meshes, of_value)
@@ -161,14 +163,15 @@ def _latest(
     Args:
         graph, values: the operands of an op.
         of_value, position: mesh and place in the program of every value so far.
-        depth: changes of mesh before a computed value, which come first for scalars.
+        depth: changes of mesh before a value, which come first for scalars and inputs of the program.
     """
     placed = [v for v in values if v.name in of_value]
     if not placed:
         return None
     shaped = [v.name for v in placed if v.shape]
     names = shaped or [v.name for v in placed]
-    best = of_value[max(names, key=lambda name: (0 if shaped else depth.get(name, 0), position[name]))]
+    downstream = not shaped or any(graph.producers[name].kind == "input" for name in names)
+    best = of_value[max(names, key=lambda name: (depth.get(name, 0) * downstream, position[name]))]
     for name in names:
         if of_value[name].size > best.size and of_value[name].contains(best):
             best = of_value[name]
@@ -185,7 +188,7 @@ def clone_sources(graph: Graph, meshes: dict[str, ProcessMesh]) -> tuple[Graph, 
     cloneable = {
         op.name: op
         for op in graph.ops
-        if not op.operands and op.name not in graph.attrs and (lookup(op.kind).anywhere or op.kind == "input")
+        if not op.operands and op.name not in graph.attrs and (lookup(op.kind).anywhere or _scalar_input(op))
     }
     for op in graph.ops:
         operands = []
@@ -204,3 +207,7 @@ def clone_sources(graph: Graph, meshes: dict[str, ProcessMesh]) -> tuple[Graph, 
         same = all(new is old for new, old in zip(operands, op.operands, strict=True))
         ops.append(op if same else replace(op, operands=tuple(operands)))
     return graph.with_ops(ops), meshes
+
+
+def _scalar_input(op: Op) -> bool:
+    return op.kind == "input" and op.results[0].shape == ()
