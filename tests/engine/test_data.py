@@ -262,11 +262,11 @@ def test_nested_outputs_are_predicted_by_path() -> None:
     engine = dg.Engine(
         lambda x: {"heads": [x + 1, {"low": x[:, :2]}], "y": 2 * x, "none": None}, strategy=strategy
     )
-    found = engine.predict(x, batch_size=4)
+    outputs = engine.predict(x, batch_size=4)
     engine.close()
-    assert list(found) == list(expected)
+    assert list(outputs) == list(expected)
     for name, array in expected.items():
-        np.testing.assert_array_equal(found[name], array)
+        np.testing.assert_array_equal(outputs[name], array)
     assert list(dg.Engine(lambda x: (x, (x, [x]))).predict(x)) == ["output0", "output1.0", "output1.1.0"]
 
 

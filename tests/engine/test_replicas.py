@@ -29,7 +29,7 @@ def test_sound_ranks_agree(layout: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "name", "rank", "bit", "told"),
+    ("layout", "name", "rank", "bit", "message"),
     [
         ("dp3", "up.weight", 1, 0, "copies of param up.weight .*: rank 1 against ranks 0, 2, the majority"),
         ("dp3", "down.bias.adam_v", 2, 51, "copies of state down.bias.adam_v .*: rank 2 against ranks 0, 1,"),
@@ -56,13 +56,15 @@ def test_sound_ranks_agree(layout: str) -> None:
         ),
     ],
 )
-def test_a_flipped_bit_names_rank_and_tensor(layout: str, name: str, rank: int, bit: int, told: str) -> None:
+def test_a_flipped_bit_names_rank_and_tensor(
+    layout: str, name: str, rank: int, bit: int, message: str
+) -> None:
     trained = engine(layout, 2, lr=0.0)  # parameters keep the bits that they have
     for _ in range(3):
         trained.run(data(12))
     flip(trained, name, rank, bit)
     with pytest.raises(
-        RuntimeFault, match=rf"^after step 4 {told}.*; all were equal after step 2; {CAUSES}$"
+        RuntimeFault, match=rf"^after step 4 {message}.*; all were equal after step 2; {CAUSES}$"
     ):
         trained.run(data(12))
 
