@@ -16,6 +16,7 @@ from distgraph.engine.compile.compile import compile_program
 from distgraph.engine.compile.compile_request import CompileRequest
 from distgraph.engine.compile.derived_programs import reference_of
 from distgraph.engine.compile.dump import write
+from distgraph.engine.compile.fingerprint import fingerprint
 from distgraph.engine.compile.plan_apply import check_batch, layouts_of, with_plan_settings
 from distgraph.engine.compile.program_warnings import warn_redundant_ranks
 from distgraph.engine.compile.training_spec import TrainingSpec
@@ -27,6 +28,7 @@ from distgraph.errors import ResourceError, RuntimeFault
 from distgraph.ir.graph import Graph
 from distgraph.ir.sharding_spec import DistAttr
 from distgraph.nn import Module
+from distgraph.nn.module_settings import TracedSettings
 from distgraph.plan.device_types import device_types
 from distgraph.plan.plan import Plan
 from distgraph.resources import Cluster
@@ -64,6 +66,7 @@ class Session:
     _placed: int = 0  # programs whose ranks have devices
     _reference: Graph | None = None  # the planned training program, completed
     _layouts: dict[str, DistAttr] = field(default_factory=dict)  # of parameters and states, by the plan
+    _traced: dict[str, tuple[CompileRequest, TracedSettings]] = field(default_factory=dict)  # by mode
 
     def __post_init__(self) -> None:
         if self.plan is not None:
@@ -88,7 +91,8 @@ class Session:
 
         Raises:
             RuntimeFault: the batch is empty.
-            GraphError: a parameter has other settings than when an earlier program was compiled.
+            GraphError: a parameter, or a module of the traced model, has other settings than when an earlier
+                program was compiled.
             GraphError, ShardingError, ResourceError: as `compile_program`; there is a plan for training
                 batches of another size; a plan is to be searched but there is no cluster.
             InfeasibleError: no plan fits the cluster.
@@ -98,12 +102,16 @@ class Session:
         fields = batch.fields()
         key = (mode, len(batch), tuple(fields.items()), sequence)
         self.memory.check_unchanged(trained=mode == "train" or key not in self.programs)
+        if mode in self._traced:
+            traced, settings = self._traced[mode]
+            settings.check(lambda: fingerprint(traced.trace()))
         if key not in self.programs:
             if mode == "generate":
                 self._keep_caches(len(batch), sequence)
             request = replace(self.compile_request(mode, batch), sequence=sequence)
             request = self._with_plan(request)
             build, mapping = compile_program(request, self.cluster, self._reference_of(request))
+            self._traced.setdefault(mode, (request, TracedSettings(self.training_spec.modules())))
             self.memory.adopt(build.completed)
             if request.planned:
                 self._reference = build.completed

@@ -43,8 +43,13 @@ def check_init(init: Any) -> None:
         raise GraphError(_malformed(init))
 
 
-def check_constant(init: Init, dtype: str) -> None:
-    """Raises GraphError when a dtype cannot hold the number with which a parameter is to be filled."""
+def check_numbers(init: Init, dtype: str) -> None:
+    """Raises GraphError when a dtype cannot hold the numbers of an initialisation."""
+    if init[0] in ("normal", "uniform") and not is_float(dtype):
+        raise GraphError(
+            f"init is {shown(init)} but the parameter is {dtype}, which cannot hold fractions; give a float "
+            f'dtype, or an init such as ("zeros",)'
+        )
     if init[0] != "constant":
         return
     number, kind = init[1], to_numpy(dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from distgraph.errors import GraphError
 from distgraph.nn.parameter import Buffer, Parameter
@@ -41,6 +41,7 @@ class Module:
     """
 
     _path: str | None = None
+    _assigned: ClassVar[int] = 0  # settings of any module that were assigned another value in this process
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         """Raises GraphError where a class defines `__call__`, not `forward`."""
@@ -81,6 +82,8 @@ class Module:
                     f"{type(self).__name__}.{name} is a {what} of {held.dtype}{list(held.shape)} but is "
                     f"assigned a computed tensor of {value.value.type}; {way}"
                 )
+            if name != "_path" and vars(self).get(name, value) is not value:
+                Module._assigned += 1
             super().__setattr__(name, value)
 
         def __getattr__(self, name: str) -> Any:
@@ -135,6 +138,11 @@ class Module:
     def training(self) -> bool:
         """True while the training graph is traced, False in evaluation and prediction."""
         return Trace.current().training
+
+
+def assigned_settings() -> int:
+    """How often an attribute of any module was given another value so far in this process."""
+    return Module._assigned
 
 
 def name_tree(root: Module, prefix: str = "") -> None:

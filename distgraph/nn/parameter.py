@@ -11,7 +11,7 @@ from distgraph.errors import GraphError
 from distgraph.errors.arguments import Size, array_of, checked_arguments
 from distgraph.ir.dtypes import short, to_numpy
 from distgraph.ir.sharding_spec import AxisAttr, DistAttr
-from distgraph.nn.initializers import Init, check_constant, check_init
+from distgraph.nn.initializers import Init, check_init, check_numbers
 from distgraph.tracing.tensor import Tensor, TensorOperators
 from distgraph.tracing.tracer import Trace
 
@@ -59,7 +59,7 @@ class Parameter(TensorOperators):
         lengths = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)
         self.shape: tuple[int, ...] = tuple(int(n) for n in lengths)
         self.dtype = short(dtype)
-        check_constant(init, self.dtype)
+        check_numbers(init, self.dtype)
         self.init: Init = init
         self.trainable = trainable
         self.annotation = annotation

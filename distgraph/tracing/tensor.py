@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from contextvars import ContextVar
 from math import prod
@@ -292,6 +293,12 @@ class Tensor(TensorOperators):
 
     def __int__(self) -> int:
         return int(self._concrete("int"))
+
+    def __index__(self) -> int:
+        return operator.index(self._concrete("int"))
+
+    def __format__(self, spec: str) -> str:
+        return format(self._concrete("format"), spec) if spec else str(self)
 
     def _concrete(self, name: str) -> Any:
         """The array of this value in an eager trace. Raises GraphError in others."""

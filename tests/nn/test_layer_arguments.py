@@ -63,6 +63,14 @@ def test_numbers_that_a_parameter_cannot_hold_are_refused(dtype: str, number: fl
         nn.Parameter((2,), dtype, ("constant", number))
 
 
+@pytest.mark.parametrize("init", [("normal", 0.02), ("uniform", 3.0)])
+def test_random_fractions_of_an_integer_parameter_are_refused(init: Any) -> None:
+    with pytest.raises(GraphError, match="the parameter is i32, which cannot hold fractions; give a float"):
+        nn.Parameter((2,), "i32", init)
+    with pytest.raises(GraphError, match="the parameter is bool, which cannot hold fractions"):
+        nn.Linear(2, 3, init=init, dtype=bool)
+
+
 @pytest.mark.parametrize(("dtype", "number"), [("i64", 2**53 + 1), ("u8", 255), ("bool", 1), ("f16", -6e4)])
 def test_numbers_that_a_parameter_holds(dtype: str, number: float) -> None:
     assert nn.Parameter((2,), dtype, ("constant", number)).init == ("constant", number)

@@ -180,6 +180,8 @@ MISTAKES: list[tuple[Callable[[Any], Any], str]] = [
     (lambda x: np.reshape(x, (6, 4), order="F"), r"order= .*; use np.reshape\(x.T, shape\[::-1\]\).T"),
     (np.asarray, "its numbers are not known yet"),
     (lambda x: float(x[0, 0]), "its numbers are not known yet"),
+    (lambda x: list(range(x.sum())), r"its numbers are not known yet, so int\(\)"),
+    (lambda x: f"{x.sum():.2f}", r"its numbers are not known yet, so format\(\)"),
     (lambda x: x if x.sum() > 0 else -x, "use dg.ops.where or dg.ops.while_loop"),
     (lambda x: x.__array_namespace__().linalg, "numpy.linalg does not trace"),
 ]

@@ -120,11 +120,16 @@ class TrainingSpec:
         if isinstance(self.model, Module):
             name_tree(self.model)
         held: dict[str, Parameter] = {}
+        for module in self.modules():
+            held = {tensor.name: tensor for _, tensor in module.named_tensors()} | held
+        return held
+
+    def modules(self) -> Iterator[Module]:
+        """The model, the loss and the metrics, as far as they are modules."""
         for part in (self.model, self.loss, *self.metrics.values()):
             module = part.func if isinstance(part, partial) else part
             if isinstance(module, Module):
-                held = {tensor.name: tensor for _, tensor in module.named_tensors()} | held
-        return held
+                yield module
 
     def trace_loss(self, fields: Mapping[str, Field]) -> tuple[Graph, int]:
         """Loss and metrics of a micro-batch in evaluation, and the number of ops of the model, which come
