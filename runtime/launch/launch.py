@@ -28,7 +28,6 @@ from distgraph.runtime.job.job_files import (
     STOPPING,
     TIMEOUT,
     Failure,
-    ranks_of_job,
     record_failure_in,
     recorded_failure,
     remove_shared_memory,
@@ -37,10 +36,7 @@ from distgraph.runtime.job.job_files import (
 from distgraph.runtime.job.losses import Loss, elastic_folder, read_losses, record_loss
 from distgraph.runtime.job.processes import Process, descendants, read_processes, write_processes
 from distgraph.runtime.launch.monitor import Monitor, Signals
-from distgraph.runtime.launch.mpi_rank import current_transport, fail
 from distgraph.runtime.launch.mpiexec import find_mpiexec, start_mpiexec, wait_for
-
-__all__ = ["launch", "current_transport", "ranks_of_job", "fail", "find_mpiexec"]
 
 _THREAD_VARIABLES: Final = (
     "OMP_NUM_THREADS",

@@ -25,7 +25,7 @@ import numpy as np
 from distgraph.errors import ResourceError
 from distgraph.resources import load_cluster
 from distgraph.runtime.launch.host_probe import HostFacts, probe
-from distgraph.runtime.launch.launch import current_transport
+from distgraph.runtime.launch.mpi_rank import current_transport
 from distgraph.serialization.atomic_files import write_atomically
 
 _SMALL, _LARGE = 8, 1 << 20  # bytes of a message

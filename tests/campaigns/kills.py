@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from campaigns.trained_program import train
 
-from distgraph.runtime.launch.launch import find_mpiexec
+from distgraph.runtime.launch.mpiexec import find_mpiexec
 
 PROGRAM: Final = Path(__file__).with_name("trained_program.py")
 TOKEN: Final = "DISTGRAPH_CAMPAIGN"

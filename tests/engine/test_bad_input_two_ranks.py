@@ -27,7 +27,7 @@ import numpy as np
 import distgraph as dg
 from distgraph import nn, optim
 from distgraph.engine.callbacks import Callback
-from distgraph.runtime.launch.launch import current_transport
+from distgraph.runtime.launch.mpi_rank import current_transport
 
 rank = current_transport().rank
 print("pid", os.getpid())

@@ -16,7 +16,7 @@ SCRIPT = """
 import numpy as np
 import distgraph as dg
 from distgraph import nn, optim
-from distgraph.runtime.launch.launch import current_transport
+from distgraph.runtime.launch.mpi_rank import current_transport
 
 mesh = dg.ProcessMesh.grid(dp=2)
 RANK = current_transport().rank

@@ -23,7 +23,7 @@ import distgraph as dg
 from distgraph import nn, optim
 from distgraph.errors import DistGraphError
 from distgraph.ir.dtypes import to_numpy
-from distgraph.runtime.launch.launch import find_mpiexec
+from distgraph.runtime.launch.mpiexec import find_mpiexec
 
 pytestmark = pytest.mark.gpu
 

@@ -10,7 +10,7 @@ from support.pipelines.branching import batch, branching_engine, row_engine
 from support.programs.equivalence import gathered
 
 import distgraph as dg
-from distgraph.runtime.launch.launch import current_transport
+from distgraph.runtime.launch.mpi_rank import current_transport
 
 pytestmark = pytest.mark.mpi
 grid = dg.ProcessMesh.grid

@@ -16,7 +16,7 @@ from distgraph.engine import Engine
 from distgraph.errors import DistGraphError, GraphError, RuntimeFault
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.models.gpt import GPT, GPTConfig
-from distgraph.runtime.launch.launch import current_transport
+from distgraph.runtime.launch.mpi_rank import current_transport
 from distgraph.runtime.transport.mpi import MpiTransport
 
 pytestmark = pytest.mark.mpi

@@ -10,7 +10,7 @@ from support.programs.partitioned import assert_same, joined, run_rank, run_seri
 
 from distgraph.ir.graph import Graph
 from distgraph.passes.complete import complete
-from distgraph.runtime.launch.launch import current_transport
+from distgraph.runtime.launch.mpi_rank import current_transport
 from distgraph.runtime.program.build import build
 from distgraph.runtime.transport.mpi import MpiTransport
 

@@ -11,7 +11,7 @@ from support.devices import fake_cupy
 from support.programs.equivalence import Case, Layout, grid, train
 
 from distgraph.runtime.execute import device
-from distgraph.runtime.launch.launch import current_transport
+from distgraph.runtime.launch.mpi_rank import current_transport
 
 pytestmark = pytest.mark.mpi
 TWO = (Layout("dp2", (grid(dp=2),), rows="dp"), Layout("pp2", (grid(0, one=1), grid(1, one=1))))

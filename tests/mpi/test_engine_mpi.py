@@ -17,7 +17,7 @@ from distgraph.engine.data import whole
 from distgraph.errors import ResourceError, RuntimeFault
 from distgraph.runtime.execute.checkpoint import Checkpoint
 from distgraph.runtime.execute.measured_timeline import MeasuredTimeline
-from distgraph.runtime.launch.launch import current_transport
+from distgraph.runtime.launch.mpi_rank import current_transport
 from distgraph.runtime.transport.mpi import MpiTransport
 
 pytestmark = pytest.mark.mpi

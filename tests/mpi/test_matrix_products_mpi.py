@@ -14,8 +14,7 @@ from support.programs.partitioned import joined, run_rank
 
 from distgraph.ir.matmul_algorithm import MatmulAlgorithm
 from distgraph.passes.matmul_algorithms import MATMUL_ALGORITHMS
-from distgraph.runtime.launch.launch import current_transport
-from distgraph.runtime.launch.mpi_rank import ranks_of_job
+from distgraph.runtime.launch.mpi_rank import current_transport, ranks_of_job
 from distgraph.runtime.program.build import build
 
 pytestmark = pytest.mark.mpi

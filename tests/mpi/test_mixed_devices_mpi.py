@@ -19,7 +19,7 @@ from support.devices.mixed_devices import Meshes, engine, on, samples, trained
 from distgraph import optim
 from distgraph.errors import NonFiniteError, ResourceError
 from distgraph.runtime.execute import device
-from distgraph.runtime.launch.launch import current_transport
+from distgraph.runtime.launch.mpi_rank import current_transport
 
 pytestmark = pytest.mark.mpi
 CPU, GPU = "cpu", "gpu"

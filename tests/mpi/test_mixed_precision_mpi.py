@@ -7,7 +7,7 @@ import pytest
 from support.mixed_precision import EPS, LAYOUTS, STEPS, batch, engine, serial_losses
 
 import distgraph as dg
-from distgraph.runtime.launch.launch import current_transport
+from distgraph.runtime.launch.mpi_rank import current_transport
 
 pytestmark = pytest.mark.mpi
 

@@ -12,7 +12,7 @@ from support.devices import collective_cases as cases
 from support.programs.rank_threads import run_ranks
 
 from distgraph.errors import RuntimeFault
-from distgraph.runtime.launch.launch import current_transport
+from distgraph.runtime.launch.mpi_rank import current_transport
 from distgraph.runtime.transport.call_check import ASK_SECONDS, GRACE_SECONDS, LISTEN_SECONDS, CallCheck
 from distgraph.runtime.transport.mpi import MpiTransport
 from distgraph.runtime.transport.mpi_operation import Operation

@@ -11,7 +11,7 @@ import distgraph as dg
 from distgraph import optim
 from distgraph.errors import NonFiniteError
 from distgraph.optim import Adam
-from distgraph.runtime.launch.launch import current_transport
+from distgraph.runtime.launch.mpi_rank import current_transport
 
 pytestmark = [
     pytest.mark.mpi,

@@ -15,7 +15,7 @@ from distgraph import nn
 from distgraph.engine.commands import plan_search
 from distgraph.errors import InfeasibleError
 from distgraph.plan.plan import Plan
-from distgraph.runtime.launch.launch import current_transport
+from distgraph.runtime.launch.mpi_rank import current_transport
 
 pytestmark = pytest.mark.mpi
 

@@ -10,7 +10,7 @@ from support.programs.training import LAYOUTS, data
 import distgraph as dg
 from distgraph import ProcessMesh, nn, optim
 from distgraph.errors import RuntimeFault
-from distgraph.runtime.launch.launch import current_transport
+from distgraph.runtime.launch.mpi_rank import current_transport
 
 pytestmark = pytest.mark.mpi
 

@@ -12,7 +12,7 @@ import distgraph as dg
 from distgraph import nn, ops, optim
 from distgraph.models import GPT, GPTConfig
 from distgraph.models.megatron_layout import stages
-from distgraph.runtime.launch.launch import current_transport
+from distgraph.runtime.launch.mpi_rank import current_transport
 
 pytestmark = pytest.mark.mpi
 grid = dg.ProcessMesh.grid

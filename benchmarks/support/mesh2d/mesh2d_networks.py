@@ -46,7 +46,7 @@ from distgraph import nn, ops, optim
 from distgraph.ir.printer import print_graph
 from distgraph.resources import load_cluster
 from distgraph.runtime.forecast.forecast import forecast
-from distgraph.runtime.launch.launch import current_transport
+from distgraph.runtime.launch.mpi_rank import current_transport
 
 ROOT = Path(__file__).resolve().parents[3]
 RANKS, ROUNDS, STEPS = 4, 2, 6

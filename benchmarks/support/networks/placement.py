@@ -38,7 +38,7 @@ from distgraph import nn, ops, optim
 from distgraph.engine.compile.rank_placement import placement_of
 from distgraph.plan.placement import ranks_by_machine
 from distgraph.resources import load_cluster
-from distgraph.runtime.launch.launch import current_transport
+from distgraph.runtime.launch.mpi_rank import current_transport
 
 ROOT = Path(__file__).resolve().parents[3]
 SAMPLES, WIDTH, BLOCKS = 4096, 64, 2

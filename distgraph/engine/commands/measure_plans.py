@@ -24,8 +24,9 @@ from distgraph.plan.plan import Plan
 from distgraph.plan.plan_components import MeasuredPlan
 from distgraph.runtime.job.job_files import PLAN_VARIABLE
 from distgraph.runtime.launch.hosts import Host
-from distgraph.runtime.launch.launch import current_transport, launch
+from distgraph.runtime.launch.launch import launch
 from distgraph.runtime.launch.launch_hosts import launch_on_hosts
+from distgraph.runtime.launch.mpi_rank import current_transport
 
 STEPS: Final = 8
 """Training steps that are measured, after those that warm up."""

@@ -272,7 +272,7 @@ exec sh -c "exec $*"
 """
 WAITS = """
 import os, pathlib, sys, time
-from distgraph.runtime.launch.launch import current_transport
+from distgraph.runtime.launch.mpi_rank import current_transport
 current_transport()
 pathlib.Path(sys.argv[1], f"pid.{os.getpid()}").touch()
 time.sleep(600)

@@ -30,7 +30,7 @@ needs_mpi = pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reaso
 PREAMBLE = """
 import os, signal, sys
 import numpy as np
-from distgraph.runtime.launch.launch import current_transport
+from distgraph.runtime.launch.mpi_rank import current_transport
 t = current_transport()
 rank, everyone = t.rank, tuple(range(t.size))
 t.barrier()

@@ -25,7 +25,7 @@ needs_mpi = pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reaso
 PREAMBLE = """
 import os, signal, sys
 import numpy as np
-from distgraph.runtime.launch.launch import current_transport
+from distgraph.runtime.launch.mpi_rank import current_transport
 t = current_transport()
 rank, everyone = t.rank, tuple(range(t.size))
 print("pid", os.getpid())
@@ -174,7 +174,7 @@ def test_a_user_mistake_has_no_traceback(tmp_path: Path) -> None:
 @needs_mpi
 def test_one_rank_needs_no_transport(tmp_path: Path) -> None:
     body = """
-        from distgraph.runtime.launch.launch import current_transport
+        from distgraph.runtime.launch.mpi_rank import current_transport
         assert current_transport() is None
         raise KeyError(7)
         """
@@ -418,7 +418,7 @@ def test_no_mpiexec(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_alone_without_a_launcher() -> None:
     """In a process of its own: no MPI is loaded to find out that there is one rank."""
     code = (
-        "import sys; from distgraph.runtime.launch.launch import current_transport;"
+        "import sys; from distgraph.runtime.launch.mpi_rank import current_transport;"
         "assert current_transport() is None; assert not [m for m in sys.modules if m.startswith('mpi4py')]"
     )
     env = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "OMPI", "MPI"))}
@@ -430,4 +430,4 @@ def test_without_mpi4py_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(rank_process, "_current", [])
     monkeypatch.setenv("PMI_SIZE", "2")
     with pytest.raises(RuntimeFault, match=r"mpi4py cannot be loaded .*; install it with"):
-        launcher.current_transport()
+        rank_process.current_transport()

@@ -38,7 +38,7 @@ exec sh -c "$*"
 """
 PREAMBLE = """
 import os, socket, sys, time
-from distgraph.runtime.launch.launch import current_transport
+from distgraph.runtime.launch.mpi_rank import current_transport
 t = current_transport()
 """
 PLACED = """

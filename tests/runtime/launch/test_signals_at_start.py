@@ -65,7 +65,7 @@ if by == "launcher" and "run" in sys.orig_argv:
 SCRIPT = """
 import colorsys, os, select
 import numpy as np
-from distgraph.runtime.launch.launch import current_transport
+from distgraph.runtime.launch.mpi_rank import current_transport
 transport = current_transport()
 if transport is not None and transport.rank == 1 and "rank end" in os.environ["PRESS"]:
     transport.recv(np.zeros(1), 1, 4).wait()  # for a message that nobody sends
