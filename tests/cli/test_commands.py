@@ -242,7 +242,8 @@ import sys
 from distgraph.cli import application
 
 application.load_command(["run", "train.py", "plan"])
-print([name for name in ("distgraph.engine", "distgraph.resources", "numpy", "pydantic") if name in sys.modules])
+early = "distgraph.engine", "distgraph.resources", "numpy", "pydantic"
+print([name for name in early if name in sys.modules])
 import distgraph.engine
 
 unused = "distgraph.engine.search_driver", "distgraph.runtime.profile", "scipy", "numba", "rich.progress"
