@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from distgraph.errors import GraphError, RuntimeFault
+from distgraph.errors import GraphError, RuntimeFault, first_of
 from distgraph.errors.arguments import array_of, check_count, check_unmasked, shown
 from distgraph.ir.dtypes import short, to_numpy
 from distgraph.kernels.random import random_key
@@ -101,8 +101,7 @@ class MapSource:
         Raises:
             RuntimeFault: it has no sample of an index.
         """
-        listed = ", ".join(map(str, rows[:4])) + ", ..." * (len(rows) > 4)
-        at = f"the indices {listed}" if len(rows) > 1 else f"index {listed}"
+        at = f"the indices {first_of(rows)}" if len(rows) > 1 else f"index {first_of(rows)}"
         try:
             return get(index)
         except IndexError as error:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from distgraph.errors import GraphError, RuntimeFault
+from distgraph.errors import GraphError, RuntimeFault, first_of
 from distgraph.errors.arguments import array_of
 from distgraph.ir.dtypes import to_numpy
 from distgraph.ir.graph import Graph
@@ -284,8 +284,7 @@ def assign_tensors(world: World, memory: Memory, names: Iterable[str], arrays: M
     for name, given in arrays.items():
         if name not in stored:
             raise GraphError(
-                f"engine has no parameter or buffer {name!r} to assign; it has {', '.join(stored[:5])}"
-                f"{', ...' if len(stored) > 5 else ''}"
+                f"engine has no parameter or buffer {name!r} to assign; it has {first_of(stored, 5)}"
             )
         array, record = array_of(name, given), memory.records[name]
         if array.shape != record.shape:

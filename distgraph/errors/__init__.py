@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+TYPE_CHECKING = False  # see `distgraph/__init__.py`
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 
 class DistGraphError(Exception):
     """Root of everything that distgraph raises for a mistake that is not a bug of its own."""
@@ -43,3 +47,15 @@ def installing(extra: str) -> str:
         pip install "distgraph[mpi]", or in a clone pip install -e ".[mpi]"
     """
     return f'pip install "distgraph[{extra}]", or in a clone pip install -e ".[{extra}]"'
+
+
+def first_of(items: Iterable[object], most: int = 4) -> str:
+    """The first items of a list that may be long, for a message.
+
+    Example:
+        >>> first_of("abc"), first_of(range(9)), first_of([])
+        ('a, b, c', '0, 1, 2, 3, ...', 'none')
+    """
+    texts = [str(item) for item in items]
+    rest = ["..."] if len(texts) > most else []
+    return ", ".join(texts[:most] + rest) or "none"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
-from distgraph.errors import GraphError
+from distgraph.errors import GraphError, first_of
 
 
 def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -56,9 +56,8 @@ def same_leaves(subject: str, before: Any, after: Any) -> dict[str, Any]:
     if set(old) != set(new):
         differing = [path for path in (*old, *new) if (path in old) != (path in new)]
         raise GraphError(
-            f"{subject} has the leaves {', '.join([*new][:4]) or 'none'} but had "
-            f"{', '.join(old[:4]) or 'none'}: "
-            f"different are {', '.join(differing[:4])}; give both the same structure"
+            f"{subject} has the leaves {first_of(new)} but had {first_of(old)}: different are "
+            f"{first_of(differing)}; give both the same structure"
         )
     return {path: new[path] for path in old}
 

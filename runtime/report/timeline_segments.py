@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from distgraph.errors import first_of
 from distgraph.runtime.execute.measured_timeline import MeasuredRank, MeasuredRun
 from distgraph.runtime.forecast.forecast import Forecast
 from distgraph.runtime.forecast.task_time import Span, TaskTime
@@ -132,8 +133,7 @@ def row_name(ranks: tuple[int, ...]) -> str:
         return f"rank {ranks[0]}"
     if ranks == tuple(range(ranks[0], ranks[-1] + 1)):
         return f"ranks {ranks[0]}-{ranks[-1]}"
-    shown = ", ".join(map(str, ranks[:4]))
-    return f"ranks {shown}" + (f", ... ({len(ranks)} ranks)" if len(ranks) > 4 else "")
+    return f"ranks {first_of(ranks)}" + (f" ({len(ranks)} ranks)" if len(ranks) > 4 else "")
 
 
 def _gap(kind: str, run: Interval, row: int, start: float, end: float) -> Segment:

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from distgraph.engine.compile.compile_request import CompileRequest
 from distgraph.engine.compile.training_spec import TrainingSpec
+from distgraph.errors import first_of
 from distgraph.ir.graph import Graph
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import AxisAttr, DistAttr
@@ -169,10 +170,9 @@ def warn_redundant_ranks(build: Build, world: World, *, planned: bool) -> None:
     without = [rank for rank in range(world.size) if rank not in build.ranks]
     message = ""
     if without and len(world.local) < world.size:
-        shown = ", ".join(map(str, without[:4])) + (", ..." if len(without) > 4 else "")
         message = (
             f"MPI job has {world.size} ranks but training uses {len(build.ranks)} of them, without rank "
-            f"{shown}; start fewer ranks, or train on a mesh of {world.size}"
+            f"{first_of(without)}; start fewer ranks, or train on a mesh of {world.size}"
         )
     elif not planned and (meshes := _unsplit_meshes(build.completed)):
         message = (

@@ -20,7 +20,7 @@ from distgraph.engine.functional.step_spec import (
 )
 from distgraph.engine.parameter_store import assign_tensors, gather_tensors
 from distgraph.engine.validation import check_micro_batches
-from distgraph.errors import GraphError, RuntimeFault, ShardingError
+from distgraph.errors import GraphError, RuntimeFault, ShardingError, first_of
 from distgraph.errors.arguments import check_count, checked_arguments, is_integer
 from distgraph.ir.dtypes import short
 from distgraph.ir.mesh import ProcessMesh
@@ -242,8 +242,8 @@ def _check_leaves(before: Mapping[str, np.ndarray], after: Mapping[str, np.ndarr
     if before.keys() != after.keys():
         differing = [name for name in (*before, *after) if (name in before) != (name in after)]
         raise GraphError(
-            f"batch has the leaves {', '.join([*after][:4])} but the step was compiled for "
-            f"{', '.join([*before][:4])}: different are {', '.join(differing[:4])}; give batches of one "
+            f"batch has the leaves {first_of(after)} but the step was compiled for "
+            f"{first_of(before)}: different are {first_of(differing)}; give batches of one "
             "structure, or decorate the function a second time"
         )
 

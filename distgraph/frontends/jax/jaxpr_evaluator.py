@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from distgraph import ops
-from distgraph.errors import GraphError
+from distgraph.errors import GraphError, first_of
 from distgraph.frontends.jax import jaxpr_loops as _loops  # noqa: F401 - registers scan and while
 from distgraph.frontends.jax.control_flow import CALLS, CONTROL, Refused
 from distgraph.frontends.jax.folded_constant import Constant, is_key
@@ -141,10 +141,7 @@ class Evaluation:
 
     def _report(self) -> str:
         count = len(self.missing)
-        lines = [
-            f"  {name} ({', '.join(places[:4])}{', ...' if places[4:] else ''})"
-            for name, places in self.missing.items()
-        ]
+        lines = [f"  {name} ({first_of(places)})" for name, places in self.missing.items()]
         text = ""
         if lines:
             text = (

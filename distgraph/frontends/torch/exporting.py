@@ -12,7 +12,7 @@ import torch
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
-from distgraph.errors import GraphError
+from distgraph.errors import GraphError, first_of
 from distgraph.frontends.torch.complex_numbers import has_rule, is_complex
 from distgraph.frontends.torch.export_errors import check_in_place_changes, quiet_export, refused
 from distgraph.frontends.torch.exported_graph import (
@@ -336,7 +336,7 @@ def check_rules(exported: Exported, model: str, opaque: OpaqueOps) -> None:
             places.append(source_line(node))
     if missing:
         lines = [
-            f"  {name} ({', '.join(places[:4])}{', ...' if places[4:] else ''}){reason and ': ' + reason}"
+            f"  {name} ({first_of(places)}){reason and ': ' + reason}"
             for (name, reason), places in missing.items()
         ]
         raise GraphError(
