@@ -186,15 +186,18 @@ def test_bytes_across_borders_of_a_chain() -> None:
 def test_a_solution_far_from_its_bound_gets_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = Problem("one", (np.array([1.0, 2.0]),))
     asked: list[float] = []
+    starts: list[Any] = []
 
-    def solve(given: Problem, *, seconds: float, gap: float) -> Solution:
+    def solve(given: Problem, *, seconds: float, gap: float, start: Any = None) -> Solution:
         asked.append(seconds)
+        starts.append(start)
         objective = 2.0 if len(asked) == 1 else 1.0
         return Solution((int(objective) - 1,), objective, 1.0, (objective - 1.0) / objective, "feasible")
 
     monkeypatch.setattr(layout_costs_module, "solve_cached", solve)
     assert layout_costs_module.solve_problem(problem).objective == 1.0
     assert asked == [layout_costs_module.SOLVE_SECONDS, 5 * layout_costs_module.SOLVE_SECONDS]
+    assert starts == [None, (1,)]
     assert layout_costs_module.solve_problem(problem).choice == (0,)
     assert len(asked) == 3  # this one was not far
 

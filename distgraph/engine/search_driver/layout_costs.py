@@ -71,11 +71,25 @@ def solve_problem(problem: Problem) -> Solution:
 
     The answer does not depend on how busy the machine is; a warning says where the wall clock ended a search.
     """
-    solution = solve_cached(problem, seconds=SOLVE_SECONDS, gap=GAP)
-    if solution.status != "infeasible" and solution.gap > _LARGE_GAP:
-        solution = solve_cached(problem, seconds=_MORE_TIME * SOLVE_SECONDS, gap=GAP)
+    return improve_solution(problem, solve_briefly(problem))
+
+
+def solve_briefly(problem: Problem) -> Solution:
+    """Solve a problem of layouts once, whatever the gap to the bound is."""
+    return _complete(problem, solve_cached(problem, seconds=SOLVE_SECONDS, gap=GAP))
+
+
+def improve_solution(problem: Problem, solution: Solution) -> Solution:
+    """Solve a problem of layouts once more with more work, where the gap to the bound is large."""
+    if solution.status == "infeasible" or solution.gap <= _LARGE_GAP:
+        return solution
+    seconds = _MORE_TIME * SOLVE_SECONDS
+    return _complete(problem, solve_cached(problem, seconds=seconds, gap=GAP, start=solution.choice))
+
+
+def _complete(problem: Problem, solution: Solution) -> Solution:
     if solution.cut:
-        warnings.warn(f"{problem.name}: {solution.message}", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"{problem.name}: {solution.message}", RuntimeWarning, stacklevel=3)
     return solution
 
 
@@ -302,7 +316,7 @@ class LayoutCosts:
         formulation = formulation.with_memory(memory_multiplier=query.memory_multiplier)
         if key not in self._solutions.choices:
             problem = restricted(formulation, query.restriction)
-            solution = solve_within(formulation, problem, query.memory_limit, solve_problem)
+            solution = solve_within(formulation, problem, query.memory_limit, solve_briefly, improve_solution)
             if solution.choice is None:
                 reason = solution.message or solution.status
                 raise InfeasibleError(

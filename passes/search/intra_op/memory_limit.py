@@ -73,6 +73,7 @@ def solve_within(
     problem: Problem,
     limit: MemoryLimit | None,
     solve: Callable[[Problem], Solution],
+    improve: Callable[[Problem, Solution], Solution],
 ) -> Solution:
     """The best choice whose profile keeps a limit.
 
@@ -81,26 +82,37 @@ def solve_within(
         problem: of the formulation, with what is forbidden.
         limit: of a stage; None for the problem as it is.
         solve: a solver; it is not called where the least uses of all nodes exceed the limit.
+        improve: a solver that takes more time, for what is known of a problem; it is not called for choices
+            of which the profile exceeds the limit.
 
     Returns:
         The solution of the problem that was solved last; without a choice where none is found that fits.
     """
     if limit is None:
-        return solve(problem)
-    solution = _lowered(formulation, problem, limit, solve)
+        return improve(problem, solve(problem))
+    solution = _lowered(formulation, problem, limit, solve, improve)
     if solution.choice is None:
-        solution = _lowered(formulation, _without_copies(formulation, problem), limit, solve)
+        solution = _lowered(formulation, _without_copies(formulation, problem), limit, solve, improve)
     return solution
 
 
 def _lowered(
-    formulation: Formulation, problem: Problem, limit: MemoryLimit, solve: Callable[[Problem], Solution]
+    formulation: Formulation,
+    problem: Problem,
+    limit: MemoryLimit,
+    solve: Callable[[Problem], Solution],
+    improve: Callable[[Problem, Solution], Solution],
 ) -> Solution:
     """The best choice of a problem whose profile keeps a limit, by solving it within lower ones."""
     low, high, allowed = -math.inf, limit.nbytes, limit.nbytes
     for _ in range(_ROUNDS):
-        solution = _solved(limited(formulation, problem, replace(limit, nbytes=allowed)), solve)
+        lower = limited(formulation, problem, replace(limit, nbytes=allowed))
+        solution = _solved(lower, solve)
         excess = _excess(formulation, solution, limit)
+        if excess <= 0 or solution.choice is None:
+            better = improve(lower, solution)
+            if excess > 0 or _excess(formulation, better, limit) <= 0:
+                solution, excess = better, _excess(formulation, better, limit)
         if excess <= 0 or (solution.choice is None and allowed == limit.nbytes):
             return solution
         if solution.choice is None:

@@ -25,6 +25,7 @@ import os
 import re
 import stat
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -57,7 +58,12 @@ _written: dict[Path, int] = {}
 
 
 def solve_cached(
-    problem: Problem, *, seconds: float = 60.0, gap: float = 0.0, cache: Cache | None = None
+    problem: Problem,
+    *,
+    seconds: float = 60.0,
+    gap: float = 0.0,
+    cache: Cache | None = None,
+    start: Sequence[int] | None = None,
 ) -> Solution:
     """`solver.solve` with a cache: a problem that was solved before is read from disk.
 
@@ -66,6 +72,7 @@ def solve_cached(
         seconds: limit of the work, see `solver.solve`.
         gap: stop when (objective - bound) / |objective| is at most this.
         cache: the cache; by default that in `cache_directory`.
+        start: a choice to be at least as good as, where the cache has none.
 
     Raises:
         GraphError: an argument is out of range.
@@ -75,7 +82,7 @@ def solve_cached(
     entry = cache.get(name, problem)
     if entry is not None and entry.suffices(seconds, gap):
         return entry.solution
-    start = None if entry is None else entry.solution.choice
+    start = start if entry is None else entry.solution.choice
     solution = solve(problem, seconds=seconds, gap=gap, start=start)
     whole = not (solution.interrupted or solution.cut)  # else asking again may give a better one
     cache.put(name, solution, seconds if whole else 0.0)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,9 +18,11 @@ from distgraph.engine.search_driver import layout_costs
 from distgraph.engine.search_driver.layout_costs import LayoutCosts
 from distgraph.engine.search_driver.layout_variants import Variant
 from distgraph.engine.search_driver.search_space import Shape, pools_of, submeshes_of
+from distgraph.passes.search.intra_op import memory_limit
 from distgraph.passes.search.intra_op.formulate import formulate
 from distgraph.passes.search.intra_op.memory_limit import MemoryLimit, solve_within
 from distgraph.passes.search.solver import solve
+from distgraph.passes.search.solver.problem import Problem, Solution
 from distgraph.plan.constraints import SearchConstraints
 from distgraph.tracing.tracer import Trace
 
@@ -85,9 +89,38 @@ def test_equal_to_brute_force(speed: float) -> None:
     costs = np.array([problem.objective(choice) for choice in possible])
     needs = np.array([one.needed(formulation.profile(choice)) for choice in possible])
     for nbytes in np.unique(needs):
-        found = solve_within(
-            formulation, problem, MemoryLimit(float(nbytes)), lambda each: solve(each, seconds=30)
-        )
+        limit = MemoryLimit(float(nbytes))
+        found = solve_within(formulation, problem, limit, lambda each: solve(each, seconds=30), _unchanged)
         assert found.objective == pytest.approx(costs[needs <= nbytes].min(), rel=1e-9)
     least = MemoryLimit(float(needs.min()) - 1)
-    assert solve_within(formulation, problem, least, solve).choice is None
+    assert solve_within(formulation, problem, least, solve, _unchanged).choice is None
+
+
+def _unchanged(problem: Problem, solution: Solution) -> Solution:
+    return solution
+
+
+def test_only_choices_that_fit_are_improved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for the better choice, whose profile may exceed the limit: then the first one stays."""
+    formulation = SimpleNamespace(profile=lambda choice: choice)
+    solutions = {8.0: (9.0, 5.0), 7.0: (8.0, 6.0)}  # bytes allowed -> (bytes needed, objective)
+    monkeypatch.setattr(memory_limit, "limited", lambda formulation, problem, limit: limit.nbytes)
+    monkeypatch.setattr(memory_limit, "_solved", lambda problem, solve: solve(problem))
+    monkeypatch.setattr(MemoryLimit, "needed", lambda limit, profile: profile[0])
+    improved: list[float] = []
+
+    def solve_at(allowed: float) -> Solution:
+        needed, objective = solutions[allowed]
+        return Solution((needed,), objective, 1.0, 0.8, "feasible")
+
+    def improve(needed: float) -> Any:
+        def improve_at(allowed: float, solution: Solution) -> Solution:
+            improved.append(allowed)
+            return Solution((needed,), 2.0, 1.0, 0.5, "feasible")
+
+        return improve_at
+
+    limit = MemoryLimit(8.0)
+    assert solve_within(formulation, None, limit, solve_at, improve(8.5)).objective == 6.0
+    assert solve_within(formulation, None, limit, solve_at, improve(7.5)).objective == 2.0
+    assert improved == [7.0, 7.0]
