@@ -186,9 +186,9 @@ def test_bytes_across_borders_of_a_chain() -> None:
 def test_a_solution_far_from_its_bound_gets_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = Problem("one", (np.array([1.0, 2.0]),))
     asked: list[float] = []
-    starts: list[Any] = []
+    starts: list[object] = []
 
-    def solve(given: Problem, *, seconds: float, gap: float, start: Any = None) -> Solution:
+    def solve(given: Problem, *, seconds: float, gap: float, start: object = None) -> Solution:
         asked.append(seconds)
         starts.append(start)
         objective = 2.0 if len(asked) == 1 else 1.0
