@@ -134,4 +134,9 @@ def test_ctrl_c_at_the_end_of_a_rank(tmp_path: Path, ranks: int) -> None:
 def test_a_supervisor_that_is_killed_at_its_start(tmp_path: Path, number: signal.Signals, ranks: int) -> None:
     which = "supervisor of rank 0" if number == signal.SIGHUP else "mpiexec or a supervisor"
     said = f"error: {which} was killed by {number.name}, all {ranks} ranks are stopped\n"
-    assert run(tmp_path, ranks, f"supervisor start itself {number}") == (128 + number, said)
+    code, printed = run(tmp_path, ranks, f"supervisor start itself {number}")
+    if printed.startswith("[mpiexec@"):  # it failed itself, which was seen once in about 2,000 runs
+        last = "error: mpiexec ended with exit code 255 before the ranks could say why\n"
+        assert (code, printed.splitlines(keepends=True)[-1]) == (255, last)
+    else:
+        assert (code, printed) == (128 + number, said)
