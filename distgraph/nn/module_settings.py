@@ -1,4 +1,4 @@
-"""The settings of modules, and what a program says when they have changed since it was traced.
+"""The settings of modules, and the error where they have changed since a program was traced.
 
 A setting is an attribute that holds no parameter: a rate, a number of heads, an activation, another module. A
 trace uses its value once, so an assignment after the trace has no effect on the program.
@@ -66,7 +66,7 @@ class TracedSettings:
     def check(self, trace: Callable[[], str]) -> None:
         """Raises GraphError when settings have changed, and a trace is another one than with those before.
 
-        An attribute that `forward` does not read, such as a counter of its owner, may change.
+        An attribute that `forward` does not read, such as a counter, may change.
 
         Args:
             trace: traces the program and returns its fingerprint.

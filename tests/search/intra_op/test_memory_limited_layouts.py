@@ -90,8 +90,8 @@ def test_equal_to_brute_force(speed: float) -> None:
     needs = np.array([one.needed(formulation.profile(choice)) for choice in possible])
     for nbytes in np.unique(needs):
         limit = MemoryLimit(float(nbytes))
-        found = solve_within(formulation, problem, limit, lambda each: solve(each, seconds=30), _unchanged)
-        assert found.objective == pytest.approx(costs[needs <= nbytes].min(), rel=1e-9)
+        solution = solve_within(formulation, problem, limit, lambda each: solve(each, seconds=30), _unchanged)
+        assert solution.objective == pytest.approx(costs[needs <= nbytes].min(), rel=1e-9)
     least = MemoryLimit(float(needs.min()) - 1)
     assert solve_within(formulation, problem, least, solve, _unchanged).choice is None
 
