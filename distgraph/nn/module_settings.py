@@ -78,7 +78,7 @@ class TracedSettings:
             now = trace()
             with _restored(changed):
                 before = trace()
-            if now != before:
+            if now != before and trace() == now:  # else each trace differs, as with numbers of np.random
                 raise GraphError(_differing([s for s in changed if _matters(s, trace, now)] or changed))
         self._assigned = assigned_settings()
 

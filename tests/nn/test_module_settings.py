@@ -116,3 +116,17 @@ def test_another_module_may_be_made_and_changed_meanwhile() -> None:
     other = Dropped()
     other.drop.rate = 0.1
     engine.run(BATCH)
+
+
+@pytest.mark.filterwarnings("ignore:.*random:UserWarning")
+def test_a_trace_that_differs_each_time_blames_no_setting() -> None:
+    class Noisy(Dropped):
+        def forward(self, x: Any) -> Any:
+            return super().forward(x) * float(np.random.normal())  # noqa: NPY002 - as users write
+
+    model = Noisy()
+    engine = _engine(model)
+    engine.run(BATCH)
+    model.epoch = 1
+    engine.run(BATCH)
+    assert engine.step == 2
