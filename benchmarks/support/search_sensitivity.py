@@ -85,11 +85,6 @@ def changed(values: Mapping[tuple[str, str], float]) -> Iterator[None]:
             if vars(module).get(name) is before:
                 setattr(module, name, after)
                 undo.append(lambda m=module, n=name, b=before: setattr(m, n, b))
-        for method in (LayoutCosts.variants, LayoutCosts._key):
-            defaults = method.__defaults__
-            if name == "MEMORY_MULTIPLIERS" and defaults:
-                method.__defaults__ = (after,)
-                undo.append(lambda f=method, d=defaults: setattr(f, "__defaults__", d))
     try:
         yield
     finally:

@@ -143,8 +143,8 @@ class Rival:
                 submesh = self._submesh(stage.devices)
                 if submesh is None:
                     return
-                (variant, *_) = self.layout_costs.variants(
-                    base.micro_batches, submesh, stage.shape, base.restriction, (0.0,)
+                variant = self.layout_costs.fastest(
+                    base.micro_batches, submesh, stage.shape, base.restriction
                 )
                 costs = variant.profile
                 part = slice(stage.first, stage.stop)

@@ -27,11 +27,11 @@ from unittest.mock import patch
 
 from benchmarks.support.search_sensitivity import scaled, summary
 from benchmarks.support.small_search_problems import PROBLEMS, SmallProblem
-from distgraph.engine.search_driver.layout_costs import GAP, SOLVE_SECONDS
 from distgraph.engine.search_driver.run_search import run_search
 from distgraph.engine.search_driver.search_state import SearchState
 from distgraph.errors import InfeasibleError
 from distgraph.passes.search.intra_op import solution_cache
+from distgraph.passes.search.intra_op.solve_layouts import GAP, SOLVE_SECONDS
 from distgraph.passes.search.solver import infeasible_problem  # noqa: F401 (its constants are changed)
 from distgraph.passes.search.solver.problem import Problem, Solution
 from distgraph.passes.search.solver.solve import solve

@@ -23,8 +23,8 @@ from distgraph.engine.commands.interrupt import Interrupt, remembered
 from distgraph.engine.commands.plan_search import Progress, SearchOptions, Step, search, with_searched_plan
 from distgraph.engine.compile.compile_request import CompileRequest
 from distgraph.engine.data import whole
-from distgraph.engine.search_driver import layout_costs
 from distgraph.errors import GraphError, InfeasibleError, ResourceError, RuntimeFault, ShardingError
+from distgraph.passes.search.intra_op import solve_layouts
 from distgraph.passes.search.solver.problem import Problem, Solution
 from distgraph.plan.plan import Plan
 
@@ -196,7 +196,7 @@ def test_ctrl_c_in_the_first_solve(monkeypatch: pytest.MonkeyPatch) -> None:
                 signal.pause()
         return Solution(None, np.inf, -np.inf, np.inf, "unknown", message="interrupted")
 
-    monkeypatch.setattr(layout_costs, "solve_cached", solve)
+    monkeypatch.setattr(solve_layouts, "solve_cached", solve)
     with pytest.raises(RuntimeFault, match="before there was any plan"):
         PROGRAMS["gpt"].search(two_by_two())  # two samples: no data parallelism before
 

@@ -12,7 +12,7 @@ from support.files.clusters import cluster_of
 from support.programs.searched import CHAIN, PROGRAMS, SECONDS, mixed, slow, two_by_two
 
 from benchmarks.support.all_uniform_pipelines import uniform_pipelines
-from distgraph.engine.search_driver import layout_costs as layout_costs_module
+from distgraph.engine.search_driver import pipeline_search as pipeline_search_module
 from distgraph.engine.search_driver.candidate import Candidate, StageChoice, build_candidate, layout_identity
 from distgraph.engine.search_driver.evaluations import evaluate
 from distgraph.engine.search_driver.explain.decisions import with_problems
@@ -20,6 +20,7 @@ from distgraph.engine.search_driver.fixed_mesh_search import double_recursion
 from distgraph.engine.search_driver.layout_costs import LayoutCosts
 from distgraph.engine.search_driver.local_search import local_search_moves
 from distgraph.engine.search_driver.micro_batch_search import best_count, counts_to_try
+from distgraph.engine.search_driver.pipeline_search import PipelineSearch
 from distgraph.engine.search_driver.run_search import run_search
 from distgraph.engine.search_driver.search_space import (
     Shape,
@@ -29,8 +30,17 @@ from distgraph.engine.search_driver.search_space import (
     submeshes_of,
 )
 from distgraph.engine.search_driver.search_state import SearchState
-from distgraph.engine.search_driver.stage_search import best_pipeline, undominated, variant_table
+from distgraph.engine.search_driver.stage_search import (
+    _least_bytes,
+    best_pipeline,
+    may_fit,
+    shapes_for,
+    undominated,
+    variant_table,
+)
 from distgraph.engine.search_driver.uniform_pipelines import best_uniform
+from distgraph.passes.search.inter_op.submesh_placement import SubMesh
+from distgraph.passes.search.intra_op import solve_layouts
 from distgraph.passes.search.intra_op.chosen_layouts import Profile
 from distgraph.passes.search.intra_op.restrictions import Restriction
 from distgraph.passes.search.intra_op.solution_cache import VARIABLE
@@ -194,11 +204,11 @@ def test_a_solution_far_from_its_bound_gets_more_time(monkeypatch: pytest.Monkey
         objective = 2.0 if len(asked) == 1 else 1.0
         return Solution((int(objective) - 1,), objective, 1.0, (objective - 1.0) / objective, "feasible")
 
-    monkeypatch.setattr(layout_costs_module, "solve_cached", solve)
-    assert layout_costs_module.solve_problem(problem).objective == 1.0
-    assert asked == [layout_costs_module.SOLVE_SECONDS, 5 * layout_costs_module.SOLVE_SECONDS]
+    monkeypatch.setattr(solve_layouts, "solve_cached", solve)
+    assert solve_layouts.solve_problem(problem).objective == 1.0
+    assert asked == [solve_layouts.SOLVE_SECONDS, 5 * solve_layouts.SOLVE_SECONDS]
     assert starts == [None, (1,)]
-    assert layout_costs_module.solve_problem(problem).choice == (0,)
+    assert solve_layouts.solve_problem(problem).choice == (0,)
     assert len(asked) == 3  # this one was not far
 
 
@@ -219,6 +229,44 @@ def test_shapes_of_the_best_row_are_not_left_out() -> None:
     )
     assert other in state.pipelines.excluded_shapes()
     assert key not in state.pipelines.excluded_shapes()
+
+
+def test_slower_shapes_get_no_layouts_with_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With many numbers of micro-batches: a first pipeline excludes them; the best pipeline is the same."""
+    program = replace(PROGRAMS["mlp"], batch=64)
+    cluster = two_by_two(memory="200 KiB", cable="20 MB/s")
+
+    def best(most: int) -> tuple[float, PipelineSearch, set[tuple[SubMesh, Shape]]]:
+        monkeypatch.setattr(pipeline_search_module, "FEW_COUNTS", most)
+        pipelines = PipelineSearch(LayoutCosts(program.compile_request(), cluster, pools_of(cluster)))
+        candidate = pipelines.best_for(4)
+        assert candidate is not None
+        costs = pipelines.layout_costs
+        pairs = {(s, shape) for s in pipelines.submeshes for shape in shapes_for(costs, 4, s)}
+        return candidate.estimate, pipelines, {p for p in pairs if costs.has_variants(4, *p, "none")}
+
+    seconds, pipelines, solved = best(0)
+    excluded = pipelines.excluded_shapes()
+    assert excluded
+    assert not solved & excluded
+    everything, others, all_solved = best(1000)
+    assert not others.excluded_shapes()
+    assert solved | excluded == all_solved
+    assert seconds == everything
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_cannot_fit_is_not_solved(layout_costs: LayoutCosts, count: int) -> None:
+    """Larger micro-batches take more than any layouts leave; the bound is below what each variant holds."""
+    whole = submeshes_of(layout_costs.pools)[-1]
+    for shape in shapes_for(layout_costs, count, whole):
+        least = _least_bytes(layout_costs, count, whole, shape, 1)
+        for variant in layout_costs.variants(count, whole, shape, "none"):
+            assert 0 < least <= min(p.nbytes(1) for p in (variant.profile, variant.recompute))
+    assert may_fit(layout_costs, count, whole)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LayoutCosts, "variants", None)  # a call would fail
+        assert not may_fit(layout_costs, count, whole, larger=10**9)
 
 
 def test_stages_of_one_size_are_looked_for_beside_those_that_mix_sizes() -> None:

@@ -14,7 +14,7 @@ from distgraph.engine.compile.program_forecast import with_data_parallel_inputs
 from distgraph.engine.compile.rank_placement import devices_in_rank_order
 from distgraph.engine.compile.zero import complete_split
 from distgraph.engine.search_driver.candidate import BuiltCandidate, build_program, with_layouts
-from distgraph.engine.search_driver.layout_costs import LayoutCosts, solve_problem
+from distgraph.engine.search_driver.layout_costs import LayoutCosts
 from distgraph.engine.search_driver.lower_bound import least_bytes, least_seconds
 from distgraph.errors import DistGraphError, InfeasibleError, ResourceError, ShardingError
 from distgraph.ir.graph import Graph
@@ -28,6 +28,7 @@ from distgraph.passes.search.intra_op.apply_layouts import assign
 from distgraph.passes.search.intra_op.chosen_layouts import Layouts
 from distgraph.passes.search.intra_op.formulate import Formulation, formulate
 from distgraph.passes.search.intra_op.restrictions import restricted
+from distgraph.passes.search.intra_op.solve_layouts import solve_problem
 from distgraph.passes.search.layering.layer_sequence import layering
 from distgraph.passes.search.layering.layered_graph import LayeredGraph
 from distgraph.passes.search.modes import mesh2d

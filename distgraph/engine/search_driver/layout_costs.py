@@ -18,7 +18,6 @@ in the fastest layouts, the fastest ones are solved for within the memory of a d
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -28,7 +27,13 @@ import numpy as np
 
 from distgraph.engine.compile.compile_request import CompileRequest
 from distgraph.engine.compile.op_positions import layers_by_first_ops
-from distgraph.engine.search_driver.layout_variants import LayoutQuery, Solutions, Variant, VariantKey
+from distgraph.engine.search_driver.layout_variants import (
+    LayoutQuery,
+    Solutions,
+    Variant,
+    VariantKey,
+    VariantKind,
+)
 from distgraph.engine.search_driver.search_space import Shape, devices_for, pools_of, shapes_of
 from distgraph.engine.search_driver.worker_pool import parallel_map
 from distgraph.errors import InfeasibleError
@@ -39,11 +44,10 @@ from distgraph.passes.search.intra_op.decision_nodes import options_with_axes
 from distgraph.passes.search.intra_op.formulate import Formulation, Profile, formulate
 from distgraph.passes.search.intra_op.memory_limit import MemoryLimit, solve_within
 from distgraph.passes.search.intra_op.restrictions import BATCH_AXIS, Restriction, restricted, restriction_of
-from distgraph.passes.search.intra_op.solution_cache import solve_cached
+from distgraph.passes.search.intra_op.solve_layouts import improve_solution, solve_briefly
 from distgraph.passes.search.intra_op.warm_start import Ints, corresponding_ops, transfer_choice
 from distgraph.passes.search.layering.layer_sequence import cluster_layers, layering
 from distgraph.passes.search.layering.layered_graph import LayeredGraph
-from distgraph.passes.search.solver.problem import Problem, Solution
 from distgraph.passes.serial.loops.flatten import flat_layers, flatten
 from distgraph.plan.capabilities import ANY, Capabilities
 from distgraph.plan.constraints import FREE, SearchConstraints
@@ -53,44 +57,12 @@ from distgraph.resources.runtimes.runtime_model import RuntimeModel
 
 MEMORY_MULTIPLIERS = (0.0, 0.3, 3.0)
 """Seconds that a rank's whole memory costs, in steps of the layouts that are fastest."""
-SOLVE_SECONDS = 2.0
-"""Seconds of work, see `solver.solve`."""
-GAP = 1e-3
-_LARGE_GAP, _MORE_TIME = 0.1, 5.0
-"""A solution with this gap to its bound is solved again, with this many times the work."""
 _REACH = 4
 """The ratio of two micro-batch counts up to which a choice is carried over from one to the other."""
 _SERIAL_SECONDS = 0.3
 """Seconds after which shapes are solved in several processes: forking these takes about as long."""
 _SMALLER = 1.02
 """A variant is one of its own where the one before needs this many times its memory."""
-
-
-def solve_problem(problem: Problem) -> Solution:
-    """Solve a problem of layouts; once more with more work where the gap to the bound is large.
-
-    The answer does not depend on how busy the machine is; a warning says where the wall clock ended a search.
-    """
-    return improve_solution(problem, solve_briefly(problem))
-
-
-def solve_briefly(problem: Problem) -> Solution:
-    """Solve a problem of layouts once, whatever the gap to the bound is."""
-    return _complete(problem, solve_cached(problem, seconds=SOLVE_SECONDS, gap=GAP))
-
-
-def improve_solution(problem: Problem, solution: Solution) -> Solution:
-    """Solve a problem of layouts once more with more work, where the gap to the bound is large."""
-    if solution.status == "infeasible" or solution.gap <= _LARGE_GAP:
-        return solution
-    seconds = _MORE_TIME * SOLVE_SECONDS
-    return _complete(problem, solve_cached(problem, seconds=seconds, gap=GAP, start=solution.choice))
-
-
-def _complete(problem: Problem, solution: Solution) -> Solution:
-    if solution.cut:
-        warnings.warn(f"{problem.name}: {solution.message}", RuntimeWarning, stacklevel=3)
-    return solution
 
 
 Item = TypeVar("Item")
@@ -356,15 +328,21 @@ class LayoutCosts:
         self, micro_batches: int, submesh: SubMesh, shape: Shape, restriction: Restriction
     ) -> bool:
         """Whether the variants of a shape were solved before."""
-        *key, _ = self._key(micro_batches, submesh, shape, restriction)
-        return any((*key, separately) in self._solutions.variants for separately in (False, True))
+        key = micro_batches, submesh, shape, restriction, "multipliers"
+        return not self._solutions.variants.keys().isdisjoint([(*key, True), (*key, False)])
 
     def prepare_variants(
-        self, micro_batches: int, shapes: Sequence[tuple[SubMesh, Shape]], restriction: Restriction
+        self,
+        micro_batches: int,
+        shapes: Sequence[tuple[SubMesh, Shape]],
+        restriction: Restriction,
+        kinds: Sequence[VariantKind] = ("multipliers", "within memory"),
     ) -> None:
-        """Solve the variants of some shapes at the same time: of the first, of others while there is time."""
-        keys = [self._key(micro_batches, submesh, shape, restriction) for submesh, shape in shapes]
-        missing = [key for key in keys if key not in self._solutions.variants]
+        """Solve some kinds of variants of some shapes: of the first, of others while there is time."""
+        keys = [[self._key(kind, micro_batches, *pair, restriction) for kind in kinds] for pair in shapes]
+        missing = [
+            of_shape for of_shape in keys if any(key not in self._solutions.variants for key in of_shape)
+        ]
         if not missing:
             return
         for layers in ((), self.all_layers(micro_batches)):
@@ -372,38 +350,47 @@ class LayoutCosts:
 
         def make(number: int) -> None:
             if number == 0 or not self.expired():
-                self._solutions.variants[missing[number]] = self._solve_variants(missing[number])
+                for key in missing[number]:
+                    self._known(key)
 
         self.parallel_map(make, range(len(missing)), self.processes, serial_seconds=_SERIAL_SECONDS)
 
     def variants(
-        self,
-        micro_batches: int,
-        submesh: SubMesh,
-        shape: Shape,
-        restriction: Restriction,
-        shares: tuple[float, ...] = MEMORY_MULTIPLIERS,
+        self, micro_batches: int, submesh: SubMesh, shape: Shape, restriction: Restriction
     ) -> tuple[Variant, ...]:
         """The variants of one shape, fastest first, for memory multipliers as in `MEMORY_MULTIPLIERS`."""
-        key = self._key(micro_batches, submesh, shape, restriction, shares)
+        return self._known(self._key("multipliers", micro_batches, submesh, shape, restriction))
+
+    def fastest(
+        self, micro_batches: int, submesh: SubMesh, shape: Shape, restriction: Restriction
+    ) -> Variant:
+        """The first of the variants of one shape; the others are not solved for it."""
+        key = self._key("multipliers", micro_batches, submesh, shape, restriction)
         if key not in self._solutions.variants:
-            self._solutions.variants[key] = self._solve_variants(key)
+            key = self._key("fastest", micro_batches, submesh, shape, restriction)
+        return self._known(key)[0]
+
+    def variants_within_memory(
+        self, micro_batches: int, submesh: SubMesh, shape: Shape, restriction: Restriction
+    ) -> tuple[Variant, ...]:
+        """The fastest layouts of a shape within `memory_limit`, where the fastest of all exceed it."""
+        return self._known(self._key("within memory", micro_batches, submesh, shape, restriction))
+
+    def _known(self, key: VariantKey) -> tuple[Variant, ...]:
+        if key not in self._solutions.variants:
+            solve = self._solve_within_memory if key[4] == "within memory" else self._solve_variants
+            self._solutions.variants[key] = solve(key)
         return self._solutions.variants[key]
 
     def _key(
-        self,
-        micro_batches: int,
-        submesh: SubMesh,
-        shape: Shape,
-        restriction: Restriction,
-        shares: tuple[float, ...] = MEMORY_MULTIPLIERS,
+        self, kind: VariantKind, micro_batches: int, submesh: SubMesh, shape: Shape, restriction: Restriction
     ) -> VariantKey:
         separately = restriction != "none" or (micro_batches, submesh, shape) in self._solved_separately
-        return micro_batches, submesh, shape, restriction, shares, separately
+        return micro_batches, submesh, shape, restriction, kind, separately
 
     @collector_paused()
     def _solve_variants(self, key: VariantKey) -> tuple[Variant, ...]:
-        micro_batches, submesh, shape, restriction, shares, separately = key
+        micro_batches, submesh, shape, restriction, kind, separately = key
         devices = devices_for(self.pools, submesh)
         memory = self.memory(submesh)
         plain = self.layered_graph(micro_batches)
@@ -411,7 +398,7 @@ class LayoutCosts:
         stages = max(1, len(self.devices) // submesh.size)
         variants: list[Variant] = []
         fastest, held = 0.0, np.inf
-        for share in shares:
+        for share in MEMORY_MULTIPLIERS[: 1 if kind == "fastest" else None]:
             query = LayoutQuery(devices, shape, share * fastest / memory, restriction)
             laid = None if separately else self._carried(plain, query, share)
             solved = laid is None
@@ -428,11 +415,14 @@ class LayoutCosts:
             fastest = fastest or estimate
             if profile.nbytes(stages) < memory * stages or self.expired():
                 break
-        limit = self.memory_limit(micro_batches, submesh)
-        if limit.needed(variants[0].profile) > limit.nbytes and not self.expired():
-            variants += self.limited_variants(micro_batches, submesh, shape, restriction, limit)
         return tuple(variants)
 
+    def _solve_within_memory(self, key: VariantKey) -> tuple[Variant, ...]:
+        limit = self.memory_limit(*key[:2])
+        fits = limit.needed(self.fastest(*key[:4]).profile) <= limit.nbytes
+        return () if fits or self.expired() else self.limited_variants(*key[:4], limit)
+
+    @collector_paused()
     def limited_variants(
         self, micro_batches: int, submesh: SubMesh, shape: Shape, restriction: Restriction, limit: MemoryLimit
     ) -> tuple[Variant, ...]:

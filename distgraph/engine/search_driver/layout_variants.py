@@ -7,6 +7,7 @@ processes is small, but took long to find.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from distgraph.engine.search_driver.search_space import Shape
 from distgraph.passes.search.inter_op.submesh_placement import SubMesh
@@ -42,8 +43,10 @@ class Variant:
     memory_limit: MemoryLimit | None = None
 
 
-VariantKey = tuple[int, SubMesh, Shape, Restriction, tuple[float, ...], bool]
-"""The arguments of `LayoutCosts.variants`, and whether it is solved separately."""
+VariantKind = Literal["fastest", "multipliers", "within memory"]
+"""Which variants of a shape: the fastest, those of all memory multipliers, the fastest within a limit."""
+VariantKey = tuple[int, SubMesh, Shape, Restriction, VariantKind, bool]
+"""The arguments of `LayoutCosts.variants`, the kind, and whether they are solved separately."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -221,7 +221,7 @@ def _divide(batch: int, members: Sequence[Member], unit: int) -> BatchShares | N
 def _on_one_device(layout_costs: LayoutCosts, micro_batches: int, number: int) -> Variant:
     """All layers on one device of a pool."""
     one = SubMesh(tuple(int(i == number) for i in range(len(layout_costs.pools))))
-    return layout_costs.variants(micro_batches, one, Shape((("dp", 1),)), "none", (0.0,))[0]
+    return layout_costs.fastest(micro_batches, one, Shape((("dp", 1),)), "none")
 
 
 def _member_with_memory(layout_costs: LayoutCosts, single: Variant, parts: int) -> Member:

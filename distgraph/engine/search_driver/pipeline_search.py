@@ -23,7 +23,9 @@ from distgraph.engine.search_driver.search_space import (
 from distgraph.engine.search_driver.stage_search import (
     VariantTable,
     best_pipeline,
+    fastest_table,
     may_fit,
+    nearest_to_machine,
     of_equal_shapes,
     of_pool,
     of_size,
@@ -70,6 +72,7 @@ class PipelineSearch:
     by_pool: dict[str, list[Candidate]] = field(default_factory=dict)
     tables: dict[int, VariantTable] = field(default_factory=dict)
     shape_seconds: dict[tuple[SubMesh, Shape], float] = field(default_factory=dict)
+    _first_estimate: float = math.inf
     _divides: dict[int, bool] = field(default_factory=dict)
     _first_count: int = 0
     _objectives: dict[tuple[str, bool], float] = field(default_factory=dict)
@@ -133,6 +136,8 @@ class PipelineSearch:
         """
         schedules = self.schedules if schedules is None else schedules
         resolved = 0
+        if not self.best and self._excludes_shapes:
+            self._find_first_pipeline(micro_batches, tuple(schedules))
         while True:
             excluded = self.excluded_shapes()
             table = variant_table(self.layout_costs, micro_batches, self.submeshes, excluded=excluded)
@@ -140,8 +145,7 @@ class PipelineSearch:
                 table = with_limits(self.layout_costs, table, tighter, slack)
             if not table.complete and self.best:
                 return None
-            for key, seconds in single_shape_seconds(self.layout_costs, table).items():
-                self.shape_seconds[key] = min(seconds, self.shape_seconds.get(key, math.inf))
+            self._note_shape_seconds(table)
             table = undominated(table)
             best = self._best_of(table, slack, schedules)
             carried_over = set() if best is None else self._carried_over(table, best[0])
@@ -200,10 +204,35 @@ class PipelineSearch:
         Of the shapes of the best pipeline itself one always stays: their mean, weighted by devices, is not
         above its seconds.
         """
-        if len(self.counts) <= FEW_COUNTS:
+        if not self._excludes_shapes:
             return frozenset()
-        least = best_estimate(self.best) * (1 + _ROUNDING)
+        least = min(best_estimate(self.best), self._first_estimate) * (1 + _ROUNDING)
         return frozenset(shape for shape, seconds in self.shape_seconds.items() if seconds > least)
+
+    @property
+    def _excludes_shapes(self) -> bool:
+        return len(self.counts) > FEW_COUNTS
+
+    def _find_first_pipeline(self, micro_batches: int, schedules: Sequence[str]) -> None:
+        """Note the estimate of a first pipeline, whose stages have one size, and the seconds of every shape.
+
+        Shapes that are slower are excluded, before layouts with less memory are solved for them. Sizes are
+        tried from that of a machine on, until one of them gives a pipeline.
+        """
+        if len(self.layout_costs.pools) > 1 or self.layout_costs.expired():
+            return
+        self._note_shape_seconds(fastest_table(self.layout_costs, micro_batches, self.submeshes))
+        for submesh in nearest_to_machine(self.layout_costs, self.submeshes):
+            table = variant_table(self.layout_costs, micro_batches, (submesh,))
+            best = self._best_of(undominated(table), 1.0, schedules) if table.submeshes else None
+            if best is not None:
+                self._first_estimate = min(best[0].estimate, self._first_estimate)
+            if best is not None or self.layout_costs.expired():
+                return
+
+    def _note_shape_seconds(self, table: VariantTable) -> None:
+        for key, seconds in single_shape_seconds(self.layout_costs, table).items():
+            self.shape_seconds[key] = min(seconds, self.shape_seconds.get(key, math.inf))
 
     def _may_fit(self, micro_batches: int) -> bool:
         """Whether there may be a pipeline; once the first count with one is known, by what that one needs."""

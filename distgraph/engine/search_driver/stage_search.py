@@ -18,7 +18,7 @@ from distgraph.engine.search_driver.candidate import Candidate, StageChoice
 from distgraph.engine.search_driver.layout_costs import LayoutCosts
 from distgraph.engine.search_driver.layout_variants import Variant
 from distgraph.engine.search_driver.load_balancing import shared_shapes
-from distgraph.engine.search_driver.search_space import Shape
+from distgraph.engine.search_driver.search_space import Shape, devices_for
 from distgraph.ir.float_arrays import Floats
 from distgraph.passes.analysis.link_contention import link_totals
 from distgraph.passes.search.inter_op.schedule_costs import Border, simulated_makespan
@@ -31,6 +31,7 @@ from distgraph.passes.search.inter_op.stage_costs import (
 from distgraph.passes.search.inter_op.stages import StageProblem, Stages, find_stages
 from distgraph.passes.search.inter_op.submesh_placement import Pool, SubMesh, place
 from distgraph.passes.search.intra_op.chosen_layouts import Profile
+from distgraph.passes.search.intra_op.memory_limit import MemoryLimit, limited
 from distgraph.plan.pipeline_schedules import schedule_policy
 
 _SAME = 1e-9  # relative difference below which two costs are one
@@ -66,11 +67,7 @@ def variant_table(
     """The variants of every shape of some sub-meshes, without `excluded` ones."""
     table: dict[SubMesh, list[Variant]] = {}
     complete = True
-    near = sorted(submeshes, key=partial(_distance, layout_costs))
-    pairs = [
-        (submesh, shape) for submesh in near for shape in shapes_for(layout_costs, micro_batches, submesh)
-    ]
-    pairs = [pair for pair in pairs if pair not in excluded]
+    pairs = [pair for pair in _pairs(layout_costs, micro_batches, submeshes) if pair not in excluded]
     restriction = layout_costs.restriction
     layout_costs.prepare_variants(micro_batches, pairs, restriction)
     for submesh, shape in pairs:
@@ -78,10 +75,36 @@ def variant_table(
         if table and layout_costs.expired() and not solved:
             complete = False
             continue
-        variants = layout_costs.variants(micro_batches, submesh, shape, restriction)
-        table[submesh] = [*table.get(submesh, ()), *variants]
+        for of_kind in (layout_costs.variants, layout_costs.variants_within_memory):
+            table.setdefault(submesh, []).extend(of_kind(micro_batches, submesh, shape, restriction))
     present = tuple(submesh for submesh in submeshes if submesh in table)
     return VariantTable(micro_batches, present, tuple(tuple(table[s]) for s in present), complete)
+
+
+def fastest_table(
+    layout_costs: LayoutCosts, micro_batches: int, submeshes: Sequence[SubMesh]
+) -> VariantTable:
+    """The fastest variant of every shape of some sub-meshes."""
+    pairs, restriction = _pairs(layout_costs, micro_batches, submeshes), layout_costs.restriction
+    layout_costs.prepare_variants(micro_batches, pairs, restriction, ("fastest",))
+    table: dict[SubMesh, tuple[Variant, ...]] = dict.fromkeys(submeshes, ())
+    for submesh, shape in pairs:
+        table[submesh] += (layout_costs.fastest(micro_batches, submesh, shape, restriction),)
+    return VariantTable(micro_batches, tuple(table), tuple(table.values()))
+
+
+def nearest_to_machine(layout_costs: LayoutCosts, submeshes: Sequence[SubMesh]) -> list[SubMesh]:
+    """Sub-meshes in the order in which they are solved: those of the size of a machine are first."""
+    return sorted(submeshes, key=partial(_distance, layout_costs))
+
+
+def _pairs(
+    layout_costs: LayoutCosts, micro_batches: int, submeshes: Sequence[SubMesh]
+) -> list[tuple[SubMesh, Shape]]:
+    near = nearest_to_machine(layout_costs, submeshes)
+    return [
+        (submesh, shape) for submesh in near for shape in shapes_for(layout_costs, micro_batches, submesh)
+    ]
 
 
 def with_limits(
@@ -168,7 +191,7 @@ def single_shape_seconds(
 
 
 def _distance(layout_costs: LayoutCosts, submesh: SubMesh) -> float:
-    """How far a size is from that of one machine: near ones are solved first, before the time limit."""
+    """How far a size is from that of one machine."""
     sizes = [
         (pool.machine, size) for pool, size in zip(layout_costs.pools, submesh.sizes, strict=True) if size
     ]
@@ -207,16 +230,39 @@ def may_fit(layout_costs: LayoutCosts, micro_batches: int, whole: SubMesh, large
         return True
     (pool,) = layout_costs.pools
     shapes = layout_costs.shapes(micro_batches, pool, whole.size)
-    restriction = layout_costs.restriction
-    layout_costs.prepare_variants(micro_batches, [(whole, shape) for shape in shapes], restriction)
-    for shape in shapes:
-        for variant in layout_costs.variants(micro_batches, whole, shape, restriction):
-            for profile in (variant.profile, variant.recompute):
-                once = profile.nbytes(1)
-                grows = once - float(profile.fixed.sum())
-                if once + (larger - 1) * grows <= layout_costs.memory(whole):
-                    return True
-    return False
+    memory, restriction = layout_costs.memory(whole), layout_costs.restriction
+
+    def fits(variant: Variant) -> bool:
+        for profile in (variant.profile, variant.recompute):
+            once = profile.nbytes(1)
+            grows = once - float(profile.fixed.sum())
+            if once + (larger - 1) * grows <= memory:
+                return True
+        return False
+
+    (fastest,) = fastest_table(layout_costs, micro_batches, (whole,)).variants
+    if any(map(fits, fastest)):
+        return True
+    possible = (s for s in shapes if _least_bytes(layout_costs, micro_batches, whole, s, larger) <= memory)
+    kinds = (layout_costs.variants, layout_costs.variants_within_memory)  # the latter for one micro-batch
+    given = [(kind, s) for s in possible for kind in kinds[: 1 if larger > 1 else None]]
+    return any(fits(v) for kind, s in given for v in kind(micro_batches, whole, s, restriction))
+
+
+def _least_bytes(
+    layout_costs: LayoutCosts, micro_batches: int, submesh: SubMesh, shape: Shape, larger: int
+) -> float:
+    """A lower bound on the bytes that a device holds in any layouts, all layers recomputed or none."""
+    devices = devices_for(layout_costs.pools, submesh)
+    limit = MemoryLimit(layout_costs.memory(submesh), live=larger)
+
+    def bounds() -> Iterator[float]:
+        for recompute in ((), layout_costs.all_layers(micro_batches)):
+            layered = layout_costs.layered_graph(micro_batches, recompute)
+            formulation = layout_costs.formulation(layered, devices, shape)
+            yield limited(formulation, formulation.problem, limit).least_peak()[1]
+
+    return min(bounds())
 
 
 def transfer_seconds(
@@ -316,7 +362,11 @@ def _stage_parts(
     """Seconds forward, backward and once a step of a stage, and the share of the memory that it needs."""
     stage, m = candidate.stages[position], candidate.micro_batches
     submesh = layout_costs.submesh(stage.devices)
-    variants = layout_costs.variants(m, submesh, stage.shape, candidate.restriction)
+    layouts = m, submesh, stage.shape, candidate.restriction
+    if stage.memory_limit is None and not stage.memory_multiplier:
+        variants: tuple[Variant, ...] = (layout_costs.fastest(*layouts),)
+    else:
+        variants = layout_costs.variants(*layouts)
     if stage.memory_limit is not None and all(each.memory_limit != stage.memory_limit for each in variants):
         given = submesh, stage.shape, candidate.restriction, stage.memory_limit
         variants = layout_costs.limited_variants(m, *given) or variants

@@ -62,7 +62,7 @@ def costs_of_equal_devices(layout_costs: LayoutCosts, micro_batches: int) -> Lay
 
     def seconds(pool: int) -> float:
         one = SubMesh(tuple(int(number == pool) for number in range(len(pools))))
-        profile = layout_costs.variants(micro_batches, one, Shape((("dp", 1),)), "none")[0].profile
+        profile = layout_costs.fastest(micro_batches, one, Shape((("dp", 1),)), "none").profile
         return float((profile.forward + profile.backward).sum())
 
     slowest = devices[pools[max(range(len(pools)), key=seconds)].machines[0][0]]
@@ -147,7 +147,7 @@ def interleaved(layout_costs: LayoutCosts, pipeline: Candidate, chunks: int) -> 
         return None
     if not layout_costs.has_variants(count, submesh, model.shape, pipeline.restriction):
         return None
-    profile = layout_costs.variants(count, submesh, model.shape, pipeline.restriction)[0].profile
+    profile = layout_costs.fastest(count, submesh, model.shape, pipeline.restriction).profile
     work = profile.forward[:-1] + profile.backward[:-1]
     runs = chunks * len(stages)
     firsts = _divided(work, runs) if runs <= len(work) else None
@@ -166,9 +166,8 @@ def _floor(layout_costs: LayoutCosts, pipeline: UniformPipeline) -> float:
     """Seconds of a step without restriction and with memory enough; of one axis, whatever its name is."""
     if layout_costs.expired():
         return 0.0
-    profile = layout_costs.variants(pipeline.micro_batches, pipeline.submesh, pipeline.free, "none")[
-        0
-    ].profile
+    costs = layout_costs.fastest(pipeline.micro_batches, pipeline.submesh, pipeline.free, "none")
+    profile = costs.profile
     firsts = _firsts(layout_costs, profile, len(pipeline.devices))
     if firsts is None:
         return float("inf")
@@ -184,7 +183,7 @@ def candidate_of(
     layout_costs: LayoutCosts, pipeline: UniformPipeline, restriction: Restriction
 ) -> Candidate | None:
     """A pipeline without recomputation, else of all layers; None where neither fits or a stage is empty."""
-    variant = layout_costs.variants(pipeline.micro_batches, pipeline.submesh, pipeline.shape, restriction)[0]
+    variant = layout_costs.fastest(pipeline.micro_batches, pipeline.submesh, pipeline.shape, restriction)
     count, layers = len(pipeline.devices), len(variant.profile.forward) - 1
     firsts = _firsts(layout_costs, variant.profile, count)
     if firsts is None:

@@ -14,11 +14,10 @@ from support.programs.searched import PROGRAMS, two_by_two
 
 from distgraph import ops
 from distgraph.engine.commands.plan_search import SearchOptions, search
-from distgraph.engine.search_driver import layout_costs
 from distgraph.engine.search_driver.layout_costs import LayoutCosts
 from distgraph.engine.search_driver.layout_variants import Variant
 from distgraph.engine.search_driver.search_space import Shape, pools_of, submeshes_of
-from distgraph.passes.search.intra_op import memory_limit
+from distgraph.passes.search.intra_op import memory_limit, solve_layouts
 from distgraph.passes.search.intra_op.formulate import formulate
 from distgraph.passes.search.intra_op.memory_limit import MemoryLimit, solve_within
 from distgraph.passes.search.solver import solve
@@ -36,7 +35,9 @@ def variants_within(memory: str) -> tuple[tuple[Variant, ...], MemoryLimit]:
     cluster = two_by_two(memory=memory)
     costs = LayoutCosts(PROGRAMS["gpt"].compile_request(), cluster, pools_of(cluster))
     whole = submeshes_of(costs.pools)[-1]
-    return costs.variants(1, whole, GRID, "none"), costs.memory_limit(1, whole)
+    of_shape = 1, whole, GRID, "none"
+    variants = (*costs.variants(*of_shape), *costs.variants_within_memory(*of_shape))
+    return variants, costs.memory_limit(1, whole)
 
 
 @pytest.mark.parametrize(("memory", "gain"), [("75.6 KiB", math.inf), ("88.6 KiB", 1.02)])
@@ -63,7 +64,7 @@ def test_a_search_finds_a_faster_plan_that_fits(monkeypatch: pytest.MonkeyPatch)
     options = SearchOptions(
         seconds=3600.0, processes=1, constraints=SearchConstraints(stages=1, micro_batches=1)
     )
-    monkeypatch.setattr(layout_costs, "GAP", 0.02)  # the plans differ by more: no time for proofs
+    monkeypatch.setattr(solve_layouts, "GAP", 0.02)  # the plans differ by more: no time for proofs
     cluster = two_by_two(memory="92 KiB")
     within = search(PROGRAMS["gpt"].compile_request(), cluster, options).forecast
     monkeypatch.setattr(LayoutCosts, "limited_variants", lambda *given: ())

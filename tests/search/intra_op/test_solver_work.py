@@ -8,7 +8,7 @@ import warnings
 import pytest
 from support.search.layout_problems import hard_problem
 
-from distgraph.engine.search_driver import layout_costs
+from distgraph.passes.search.intra_op import solve_layouts
 from distgraph.passes.search.solver import solve, work
 from distgraph.passes.search.solver.problem import Solution
 
@@ -54,10 +54,10 @@ def test_the_wall_clock_is_the_last_resort_and_says_so(monkeypatch: pytest.Monke
 def test_a_search_warns_of_what_the_wall_clock_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = hard_problem(side=3)
     ended = Solution((0,) * len(problem.costs), 1.0, 1.0, 0.0, "feasible", message="the wall clock", cut=True)
-    monkeypatch.setattr(layout_costs, "solve_cached", lambda *given, **options: ended)
+    monkeypatch.setattr(solve_layouts, "solve_cached", lambda *given, **options: ended)
     with pytest.warns(RuntimeWarning, match="the wall clock"):
-        layout_costs.solve_problem(problem)
+        solve_layouts.solve_problem(problem)
     monkeypatch.undo()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not layout_costs.solve_problem(problem).cut
+        assert not solve_layouts.solve_problem(problem).cut

@@ -28,10 +28,12 @@ SECONDS = 3600.0
 """More than any search of these takes, however busy the machine."""
 
 
-def slow(*sizes: int, memory: str = "1 GiB", flops: str = "10 GFLOP/s") -> dict[str, Any]:
+def slow(
+    *sizes: int, memory: str = "1 GiB", flops: str = "10 GFLOP/s", cable: str = "1 GB/s"
+) -> dict[str, Any]:
     """Machines of so many devices, whose matmuls take longer than starting them and sending their results."""
     found = document(
-        *sizes, launch="100 ns", latency="20 ns", bandwidth="10 GB/s", cable="1 GB/s", memory=memory
+        *sizes, launch="100 ns", latency="20 ns", bandwidth="10 GB/s", cable=cable, memory=memory
     )
     for machine in found["machines"]:
         device = machine["devices"]
