@@ -12,6 +12,7 @@ from support.files.clusters import cluster_of
 from support.programs.searched import CHAIN, PROGRAMS, SECONDS, mixed, slow, two_by_two
 
 from benchmarks.support.all_uniform_pipelines import uniform_pipelines
+from distgraph.engine.search_driver import fixed_mesh_search
 from distgraph.engine.search_driver import pipeline_search as pipeline_search_module
 from distgraph.engine.search_driver.candidate import Candidate, StageChoice, build_candidate, layout_identity
 from distgraph.engine.search_driver.evaluations import evaluate
@@ -267,6 +268,16 @@ def test_what_cannot_fit_is_not_solved(layout_costs: LayoutCosts, count: int) ->
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LayoutCosts, "variants", None)  # a call would fail
         assert not may_fit(layout_costs, count, whole, larger=10**9)
+
+
+def test_rings_are_not_built_where_parameters_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fixed_mesh_search, "build_program", None)  # a call would fail
+    cluster = two_by_two(memory="60 KiB")
+    costs = LayoutCosts(PROGRAMS["gpt"].compile_request(), cluster, pools_of(cluster))
+    reason = fixed_mesh_search.context_parallel(costs, 4, "rings")
+    assert isinstance(reason, str)
+    assert reason.startswith("out of memory by at least ")
+    assert reason.endswith(": every device would hold all parameters and states")
 
 
 def test_stages_of_one_size_are_looked_for_beside_those_that_mix_sizes() -> None:

@@ -179,11 +179,8 @@ def data_parallel(
         return f"{what} has {samples} samples, fewer than {len(devices)} devices"
     layered = start_graph(layout_costs, micro_batches, decisions.recompute)
     whole = {0: ("param", "state"), 1: ("param",), 2: ("param",)}.get(decisions.zero, ())
-    held = sum(op.result.nbytes for op in layered.graph.sources(*whole)) if whole else 0
-    missing = held - min(layout_costs.cluster.devices[device].memory for device in devices)
-    if missing > 0 and not hopeless:
-        what = "parameters and states" if "state" in whole else "parameters"
-        return f"out of memory by at least {format_bytes(missing)}: every device would hold all {what}"
+    if not hopeless and (reason := _too_large(layout_costs, layered.graph, devices, whole)):
+        return reason
     mesh = ProcessMesh.grid(dp=len(devices))
     try:
         serial, strategy = with_data_parallel_inputs(layered.graph, mesh), Strategy(zero=decisions.zero)
@@ -197,6 +194,18 @@ def data_parallel(
         return f"there is none: {error}"
 
 
+def _too_large(
+    layout_costs: LayoutCosts, graph: Graph, devices: Sequence[int], whole: Sequence[str]
+) -> str:
+    """Why sources of some kinds cannot be held whole by every device; empty where they can."""
+    held = sum(op.result.nbytes for op in graph.sources(*whole)) if whole else 0
+    missing = held - min(layout_costs.cluster.devices[device].memory for device in devices)
+    if missing <= 0:
+        return ""
+    what = "parameters and states" if "state" in whole else "parameters"
+    return f"out of memory by at least {format_bytes(missing)}: every device would hold all {what}"
+
+
 def context_parallel(layout_costs: LayoutCosts, ranks: int, name: str) -> BuiltCandidate | str:
     """Sequences split over some ranks, attention by rings, beside data parallelism; or why there is none.
 
@@ -205,6 +214,8 @@ def context_parallel(layout_costs: LayoutCosts, ranks: int, name: str) -> BuiltC
     decisions = layout_costs.constraints.start
     layered = start_graph(layout_costs, decisions.micro_batches)
     devices = layout_costs.devices
+    if reason := _too_large(layout_costs, layered.graph, devices, ("param", "state")):
+        return reason
     mesh = ProcessMesh.grid(dp=len(devices) // ranks, sp=ranks)
     graph = replace(layered.graph, attrs={}, axis_attrs={}, op_axes={})
     attention = [op for op in graph.ops if op.kind in ATTENTION and op.role == "forward"]
