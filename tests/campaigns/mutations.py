@@ -68,12 +68,26 @@ def _compared(sample: Sample, data: bytes, found: Any, folder: Path) -> tuple[st
     if not sample.structured or "*" in sample.loose:
         return "read", ""
     before, after = original(sample), document_of(sample, data.decode())
-    if before == after or sample.meaning(before) == sample.meaning(after):
+    if before == after or sample.meaning(_with_loose(sample, before, after)) == sample.meaning(after):
         return "read", ""
     different = [key for key in _differences(before, after) if key not in sample.loose]
     if different and _read_whole(sample) == found:
         return "silent", f"nothing says that {different[:3]} changed"
     return "read", ""
+
+
+def _with_loose(sample: Sample, before: Any, after: Any) -> Any:
+    """The first document with the loose keys of the second."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        return {
+            name: after[name]
+            if name in sample.loose and name in after
+            else _with_loose(sample, value, after.get(name))
+            for name, value in before.items()
+        }
+    if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
+        return [_with_loose(sample, a, b) for a, b in zip(before, after, strict=True)]
+    return before
 
 
 @cache

@@ -52,3 +52,14 @@ def test_the_campaign_finds_raw_errors_silence_and_errors_without_a_name(
     assert campaign.trial(sample(raw), data, tmp_path)[0] == "raw"
     assert campaign.trial(sample(unnamed), data, tmp_path)[0] == "unnamed"
     assert campaign.trial(sample(lambda path: path.read_text()), data, tmp_path)[0] == "read"
+
+
+def test_a_default_taken_out_together_with_a_changed_note_is_no_silence(
+    campaign: ModuleType, tmp_path: Path
+) -> None:
+    """One network card is the default number; notes are for people."""
+    sample = next(each for each in campaign.samples() if each.file == "mixed_a100_v100.yaml")
+    changed = sample.text.replace("nics:\n      count: 1\n", "nics:\n", 1).replace("2 x DGX", "3 x DGX", 1)
+    assert changed.count("count: 1\n") == sample.text.count("count: 1\n") - 1
+    assert campaign.trial(sample, changed.encode(), tmp_path)[0] == "read"
+    assert campaign.trial(sample, changed.replace("count: 2", "count: 3", 1).encode(), tmp_path)[0] == "read"

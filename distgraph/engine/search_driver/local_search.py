@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, pairwise
 
@@ -102,7 +103,11 @@ def evaluate_substituted_schedules(state: SearchState) -> Iterator[Event]:
     for schedule in schedules:
         foremost = sorted(_under(state, schedule), key=lambda candidate: candidate.estimate)
         unique = {each.decisions: each for each in foremost if each.decisions not in evaluated}
-        for candidate in list(unique.values())[:FORECASTS]:
+        few = [each for each in list(unique.values())[:FORECASTS] if each.estimate <= state.best.seconds]
+        if not state.expired():
+            with suppress(GraphError):  # it is raised again below, by the candidate that has it
+                state.evaluations.prefetch(few)
+        for candidate in few:
             if state.expired() or candidate.estimate > state.best.seconds:
                 break
             try:
