@@ -76,7 +76,7 @@ def scaled(value: Any, factor: float) -> Any:
 
 @contextmanager
 def changed(values: Mapping[tuple[str, str], float]) -> Iterator[None]:
-    """(module, constant) -> factor, in all modules that import the constant, and in default arguments."""
+    """(module, constant) -> factor, in all modules that import the constant."""
     undo: list[Callable[[], None]] = []
     for (home, name), factor in values.items():
         before = getattr(sys.modules[home], name)

@@ -9,8 +9,7 @@ import pytest
 
 from benchmarks.support import search_sensitivity as study
 from benchmarks.support.small_search_problems import PROBLEMS
-from distgraph.engine.search_driver import pipeline_search, search_state
-from distgraph.engine.search_driver.layout_costs import LayoutCosts
+from distgraph.engine.search_driver import layout_costs, pipeline_search, search_state
 
 
 @pytest.mark.parametrize(
@@ -25,13 +24,13 @@ def test_a_constant_is_halved_and_doubled(value: object, halved: object, doubled
 def test_a_constant_is_changed_wherever_it_is_imported_and_restored() -> None:
     home = "distgraph.engine.search_driver"
     values = {(f"{home}.search_state", "FORECASTS"): 2.0, (f"{home}.layout_costs", "MEMORY_MULTIPLIERS"): 0.5}
-    before = search_state.FORECASTS, LayoutCosts.variants.__defaults__
+    before = search_state.FORECASTS, layout_costs.MEMORY_MULTIPLIERS
     with study.changed(values):
         users = [m for m in sys.modules.values() if m.__name__.startswith(home) and "FORECASTS" in vars(m)]
         assert len(users) > 3
         assert {module.FORECASTS for module in users} == {2 * before[0]}
-        assert LayoutCosts.variants.__defaults__ == ((0.0, 0.15, 1.5),)
-    assert (search_state.FORECASTS, LayoutCosts.variants.__defaults__) == before
+        assert layout_costs.MEMORY_MULTIPLIERS == (0.0, 0.15, 1.5)
+    assert before == (search_state.FORECASTS, layout_costs.MEMORY_MULTIPLIERS)
 
 
 def test_every_constant_exists() -> None:
