@@ -21,7 +21,7 @@ from distgraph.engine.search_driver.fixed_mesh_search import double_recursion
 from distgraph.engine.search_driver.layout_costs import LayoutCosts
 from distgraph.engine.search_driver.local_search import local_search_moves
 from distgraph.engine.search_driver.micro_batch_search import best_count, counts_to_try
-from distgraph.engine.search_driver.pipeline_search import PipelineSearch
+from distgraph.engine.search_driver.pipeline_search import PipelineSearch, _least_bytes, may_fit
 from distgraph.engine.search_driver.run_search import run_search
 from distgraph.engine.search_driver.search_space import (
     Shape,
@@ -32,9 +32,8 @@ from distgraph.engine.search_driver.search_space import (
 )
 from distgraph.engine.search_driver.search_state import SearchState
 from distgraph.engine.search_driver.stage_search import (
-    _least_bytes,
     best_pipeline,
-    may_fit,
+    fastest_table,
     shapes_for,
     undominated,
     variant_table,
@@ -244,7 +243,11 @@ def test_slower_shapes_get_no_layouts_with_less_memory(monkeypatch: pytest.Monke
         assert candidate is not None
         costs = pipelines.layout_costs
         pairs = {(s, shape) for s in pipelines.submeshes for shape in shapes_for(costs, 4, s)}
-        return candidate.estimate, pipelines, {p for p in pairs if costs.has_variants(4, *p, "none")}
+        return (
+            candidate.estimate,
+            pipelines,
+            {p for p in pairs if costs.has_variants(4, *p, "none", "multipliers")},
+        )
 
     seconds, pipelines, solved = best(0)
     excluded = pipelines.excluded_shapes()
@@ -254,6 +257,40 @@ def test_slower_shapes_get_no_layouts_with_less_memory(monkeypatch: pytest.Monke
     assert not others.excluded_shapes()
     assert solved | excluded == all_solved
     assert seconds == everything
+    assert seconds <= pipelines._first_estimate
+
+
+@pytest.mark.parametrize("memory", ["75.6 KiB", "1 MiB"])
+def test_the_fastest_variant_is_the_first_of_all(memory: str) -> None:
+    """The others are the same whether it was asked for before, and it counts as costs that are known."""
+
+    def variants(fastest: bool) -> list[object]:
+        cluster = two_by_two(memory=memory)
+        costs = LayoutCosts(PROGRAMS["gpt"].compile_request(), cluster, pools_of(cluster))
+        layouts = 1, submeshes_of(costs.pools)[-1], Shape((("dp", 2), ("tp", 2))), "none"
+        if fastest:
+            first = costs.fastest(*layouts)
+            assert costs.has_variants(*layouts)
+            assert not costs.has_variants(*layouts, "multipliers")
+            assert costs.variants(*layouts)[0].estimate == first.estimate
+        every = (*costs.variants(*layouts), *costs.variants_within_memory(*layouts))
+        return [(v.estimate, v.memory_multiplier, v.solved, v.memory_limit) for v in every]
+
+    assert variants(fastest=True) == variants(fastest=False)
+
+
+def test_the_fastest_variants_keep_the_time_limit() -> None:
+    expired = False
+    cluster = two_by_two()
+    costs = LayoutCosts(PROGRAMS["mlp"].compile_request(), cluster, pools_of(cluster), lambda: expired)
+    few = fastest_table(costs, 2, submeshes_of(costs.pools)[:1])
+    assert few.complete
+    expired = True
+    table = fastest_table(costs, 2, submeshes_of(costs.pools))
+    assert not table.complete
+    assert [len(variants) for variants in table.variants].count(0) >= 1
+    assert costs.variants_within_memory(2, table.submeshes[-1], TWO, "none") == ()
+    assert not costs.has_variants(2, table.submeshes[-1], TWO, "none", "within memory")
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -261,9 +298,18 @@ def test_what_cannot_fit_is_not_solved(layout_costs: LayoutCosts, count: int) ->
     """Larger micro-batches take more than any layouts leave; the bound is below what each variant holds."""
     whole = submeshes_of(layout_costs.pools)[-1]
     for shape in shapes_for(layout_costs, count, whole):
-        least = _least_bytes(layout_costs, count, whole, shape, 1)
-        for variant in layout_costs.variants(count, whole, shape, "none"):
-            assert 0 < least <= min(p.nbytes(1) for p in (variant.profile, variant.recompute))
+        for restriction in ("none", "uniform"):
+            for variant in layout_costs.variants(count, whole, shape, restriction):
+                for larger in (1, 3):
+                    least = _least_bytes(layout_costs, count, whole, shape, larger)
+                    assert (
+                        0
+                        < least
+                        <= min(
+                            larger * p.nbytes(1) - (larger - 1) * p.fixed.sum()
+                            for p in (variant.profile, variant.recompute)
+                        )
+                    )
     assert may_fit(layout_costs, count, whole)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LayoutCosts, "variants", None)  # a call would fail

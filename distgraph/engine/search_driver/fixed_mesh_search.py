@@ -194,9 +194,7 @@ def data_parallel(
         return f"there is none: {error}"
 
 
-def _too_large(
-    layout_costs: LayoutCosts, graph: Graph, devices: Sequence[int], whole: Sequence[str]
-) -> str:
+def _too_large(layout_costs: LayoutCosts, graph: Graph, devices: Sequence[int], whole: Sequence[str]) -> str:
     """Why sources of some kinds cannot be held whole by every device; empty where they can."""
     held = sum(op.result.nbytes for op in graph.sources(*whole)) if whole else 0
     missing = held - min(layout_costs.cluster.devices[device].memory for device in devices)

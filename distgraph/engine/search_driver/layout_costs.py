@@ -21,6 +21,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import product
 from typing import TypeVar
 
 import numpy as np
@@ -59,8 +60,8 @@ MEMORY_MULTIPLIERS = (0.0, 0.3, 3.0)
 """Seconds that a rank's whole memory costs, in steps of the layouts that are fastest."""
 _REACH = 4
 """The ratio of two micro-batch counts up to which a choice is carried over from one to the other."""
-_SERIAL_SECONDS = 0.3
-"""Seconds after which shapes are solved in several processes: forking these takes about as long."""
+SERIAL_SECONDS = 0.3
+"""Seconds after which several processes take part: forking these takes about as long."""
 _SMALLER = 1.02
 """A variant is one of its own where the one before needs this many times its memory."""
 
@@ -325,11 +326,19 @@ class LayoutCosts:
         self._solved_separately.add((micro_batches, submesh, shape))
 
     def has_variants(
-        self, micro_batches: int, submesh: SubMesh, shape: Shape, restriction: Restriction
+        self,
+        micro_batches: int,
+        submesh: SubMesh,
+        shape: Shape,
+        restriction: Restriction,
+        kind: VariantKind = "fastest",
     ) -> bool:
-        """Whether the variants of a shape were solved before."""
-        key = micro_batches, submesh, shape, restriction, "multipliers"
-        return not self._solutions.variants.keys().isdisjoint([(*key, True), (*key, False)])
+        """Whether a kind of variants of a shape was solved before; the fastest is one of all multipliers."""
+        kinds = {kind, "multipliers"} if kind == "fastest" else {kind}
+        keys = product([(micro_batches, submesh, shape, restriction)], kinds, (False, True))
+        return any(
+            (*of_shape, each, separately) in self._solutions.variants for of_shape, each, separately in keys
+        )
 
     def prepare_variants(
         self,
@@ -353,7 +362,7 @@ class LayoutCosts:
                 for key in missing[number]:
                     self._known(key)
 
-        self.parallel_map(make, range(len(missing)), self.processes, serial_seconds=_SERIAL_SECONDS)
+        self.parallel_map(make, range(len(missing)), self.processes, serial_seconds=SERIAL_SECONDS)
 
     def variants(
         self, micro_batches: int, submesh: SubMesh, shape: Shape, restriction: Restriction
@@ -378,7 +387,10 @@ class LayoutCosts:
 
     def _known(self, key: VariantKey) -> tuple[Variant, ...]:
         if key not in self._solutions.variants:
-            solve = self._solve_within_memory if key[4] == "within memory" else self._solve_variants
+            within_memory = key[4] == "within memory"
+            if within_memory and self.expired():
+                return ()
+            solve = self._solve_within_memory if within_memory else self._solve_variants
             self._solutions.variants[key] = solve(key)
         return self._solutions.variants[key]
 
@@ -420,7 +432,7 @@ class LayoutCosts:
     def _solve_within_memory(self, key: VariantKey) -> tuple[Variant, ...]:
         limit = self.memory_limit(*key[:2])
         fits = limit.needed(self.fastest(*key[:4]).profile) <= limit.nbytes
-        return () if fits or self.expired() else self.limited_variants(*key[:4], limit)
+        return () if fits else self.limited_variants(*key[:4], limit)
 
     @collector_paused()
     def limited_variants(
@@ -444,6 +456,8 @@ class LayoutCosts:
         """The choice for the nearest micro-batch count that was solved and has the same options."""
         here = layered.graph.micro_batches
         bases = self._solutions.bases.get((query.devices, query.shape, share), {})
+        if here in bases:
+            return None  # it was solved
         near = [count for count in bases if max(count, here) <= _REACH * min(count, here)]
         for count in sorted(near, key=lambda count: abs(math.log(count / here))):
             other = self.layered_graph(count)

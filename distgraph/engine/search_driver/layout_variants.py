@@ -46,7 +46,7 @@ class Variant:
 VariantKind = Literal["fastest", "multipliers", "within memory"]
 """Which variants of a shape: the fastest, those of all memory multipliers, the fastest within a limit."""
 VariantKey = tuple[int, SubMesh, Shape, Restriction, VariantKind, bool]
-"""The arguments of `LayoutCosts.variants`, the kind, and whether they are solved separately."""
+"""Micro-batch count, sub-mesh, shape, restriction, kind, and whether they are solved separately."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, pairwise
 
@@ -103,11 +102,7 @@ def evaluate_substituted_schedules(state: SearchState) -> Iterator[Event]:
     for schedule in schedules:
         foremost = sorted(_under(state, schedule), key=lambda candidate: candidate.estimate)
         unique = {each.decisions: each for each in foremost if each.decisions not in evaluated}
-        few = [each for each in list(unique.values())[:FORECASTS] if each.estimate <= state.best.seconds]
-        if not state.expired():
-            with suppress(GraphError):  # it is raised again below, by the candidate that has it
-                state.evaluations.prefetch(few)
-        for candidate in few:
+        for candidate in list(unique.values())[:FORECASTS]:
             if state.expired() or candidate.estimate > state.best.seconds:
                 break
             try:
@@ -217,9 +212,14 @@ def _fitting(layout_costs: LayoutCosts, candidate: Candidate) -> tuple[Candidate
 
 def has_costs(layout_costs: LayoutCosts, candidate: Candidate) -> bool:
     """Whether the costs of all stages were solved before."""
+    count, restriction = candidate.micro_batches, candidate.restriction
     return all(
         layout_costs.has_variants(
-            candidate.micro_batches, layout_costs.submesh(stage.devices), stage.shape, candidate.restriction
+            count,
+            layout_costs.submesh(stage.devices),
+            stage.shape,
+            restriction,
+            "multipliers" if stage.memory_multiplier or stage.memory_limit else "fastest",
         )
         for stage in candidate.stages
     )

@@ -11,10 +11,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from distgraph.engine.search_driver.baselines.data_parallel_zero import evaluate_data_parallel_zero
 from distgraph.engine.search_driver.candidate import Candidate
-from distgraph.engine.search_driver.pipeline_search import SLOWER, best_count, best_estimate
+from distgraph.engine.search_driver.pipeline_search import (
+    SLOWER,
+    best_count,
+    best_estimate,
+    may_fit,
+)
 from distgraph.engine.search_driver.search_space import FEW_COUNTS
 from distgraph.engine.search_driver.search_state import FORECASTS, Event, SearchState
-from distgraph.engine.search_driver.stage_search import may_fit
 
 _ROUNDS = 4
 """Micro-batches a stage of the longest pipeline, from which the search begins: its stages are then idle

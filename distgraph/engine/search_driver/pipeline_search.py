@@ -12,11 +12,13 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 
 from distgraph.engine.search_driver.candidate import Candidate
-from distgraph.engine.search_driver.layout_costs import LayoutCosts
+from distgraph.engine.search_driver.layout_costs import SERIAL_SECONDS, LayoutCosts
+from distgraph.engine.search_driver.layout_variants import Variant, VariantKind
 from distgraph.engine.search_driver.search_space import (
     FEW_COUNTS,
     Shape,
     adjacent_counts,
+    devices_for,
     micro_batch_counts,
     submeshes_of,
 )
@@ -24,11 +26,11 @@ from distgraph.engine.search_driver.stage_search import (
     VariantTable,
     best_pipeline,
     fastest_table,
-    may_fit,
     nearest_to_machine,
     of_equal_shapes,
     of_pool,
     of_size,
+    shapes_for,
     single_shape_seconds,
     undominated,
     variant_table,
@@ -37,6 +39,7 @@ from distgraph.engine.search_driver.stage_search import (
 from distgraph.errors import GraphError, InfeasibleError
 from distgraph.passes.search.inter_op.stages import Stages
 from distgraph.passes.search.inter_op.submesh_placement import SubMesh
+from distgraph.passes.search.intra_op.memory_limit import MemoryLimit, limited
 from distgraph.plan.pipeline_schedules import schedule_policy
 
 SLOWER = 1.15
@@ -73,6 +76,7 @@ class PipelineSearch:
     tables: dict[int, VariantTable] = field(default_factory=dict)
     shape_seconds: dict[tuple[SubMesh, Shape], float] = field(default_factory=dict)
     _first_estimate: float = math.inf
+    _first_shapes: frozenset[tuple[SubMesh, Shape]] = frozenset()
     _divides: dict[int, bool] = field(default_factory=dict)
     _first_count: int = 0
     _objectives: dict[tuple[str, bool], float] = field(default_factory=dict)
@@ -136,8 +140,8 @@ class PipelineSearch:
         """
         schedules = self.schedules if schedules is None else schedules
         resolved = 0
-        if not self.best and self._excludes_shapes:
-            self._find_first_pipeline(micro_batches, tuple(schedules))
+        if not self.best and slack == 1.0 and self._excludes_shapes:
+            self._note_first_pipeline(micro_batches, tuple(schedules))
         while True:
             excluded = self.excluded_shapes()
             table = variant_table(self.layout_costs, micro_batches, self.submeshes, excluded=excluded)
@@ -201,20 +205,23 @@ class PipelineSearch:
     def excluded_shapes(self) -> frozenset[tuple[SubMesh, Shape]]:
         """Shapes that are slower by themselves than the best pipeline; none where all counts are tried.
 
+        Before there is one, those that are much slower than a first pipeline (`_note_first_pipeline`).
+
         Of the shapes of the best pipeline itself one always stays: their mean, weighted by devices, is not
         above its seconds.
         """
         if not self._excludes_shapes:
             return frozenset()
-        least = min(best_estimate(self.best), self._first_estimate) * (1 + _ROUNDING)
-        return frozenset(shape for shape, seconds in self.shape_seconds.items() if seconds > least)
+        least = min(best_estimate(self.best) * (1 + _ROUNDING), self._first_estimate * SLOWER)
+        slower = {shape for shape, seconds in self.shape_seconds.items() if seconds > least}
+        return frozenset(slower if self.best else slower - self._first_shapes)
 
     @property
     def _excludes_shapes(self) -> bool:
         return len(self.counts) > FEW_COUNTS
 
-    def _find_first_pipeline(self, micro_batches: int, schedules: Sequence[str]) -> None:
-        """Note the estimate of a first pipeline, whose stages have one size, and the seconds of every shape.
+    def _note_first_pipeline(self, micro_batches: int, schedules: Sequence[str]) -> None:
+        """Note a first pipeline, whose stages have one size, and the seconds of every shape.
 
         Shapes that are slower are excluded, before layouts with less memory are solved for them. Sizes are
         tried from that of a machine on, until one of them gives a pipeline.
@@ -225,8 +232,9 @@ class PipelineSearch:
         for submesh in nearest_to_machine(self.layout_costs, self.submeshes):
             table = variant_table(self.layout_costs, micro_batches, (submesh,))
             best = self._best_of(undominated(table), 1.0, schedules) if table.submeshes else None
-            if best is not None:
-                self._first_estimate = min(best[0].estimate, self._first_estimate)
+            if best is not None and best[0].estimate < self._first_estimate:
+                self._first_estimate = best[0].estimate
+                self._first_shapes = frozenset((submesh, stage.shape) for stage in best[0].stages)
             if best is not None or self.layout_costs.expired():
                 return
 
@@ -275,26 +283,92 @@ class PipelineSearch:
     ) -> Iterator[tuple[Candidate, Stages]]:
         """The best pipelines by dynamic programming under each schedule, with transfers in the period of a
         stage and hidden; those are left out that are much slower than `seconds` and all before."""
-        several = len(self.layout_costs.cluster.machines) > 1
-        parts = of_equal_shapes(table) if self.layout_costs.constraints.uniform else (table,)
-        for part, schedule, hidden in product(parts, schedules, (False, True)):
-            if hidden != several and not schedule_policy(schedule).waits_for_transfers:
-                continue  # transfers are hidden either way, and priced between machines where there are some
-            least = self._objectives.get((schedule, hidden), math.inf)
+        costs = self.layout_costs
+        several = len(costs.cluster.machines) > 1
+        parts = of_equal_shapes(table) if costs.constraints.uniform else (table,)
+        problems = [
+            (part, schedule, hidden)
+            for part, schedule, hidden in product(parts, schedules, (False, True))
+            if hidden == several or schedule_policy(schedule).waits_for_transfers
+        ]  # else transfers are hidden either way, and priced between machines where there are some
+
+        def best(problem: tuple[VariantTable, str, bool]) -> tuple[Candidate, Stages] | None:
+            part, schedule, hidden = problem
+            below = SLOWER * max(self._objectives.get((schedule, hidden), math.inf), seconds)
             try:
-                pipeline = best_pipeline(
-                    self.layout_costs,
-                    part,
-                    slack=slack,
-                    schedule=schedule,
-                    hidden=hidden,
-                    below=SLOWER * max(least, seconds),
-                )
+                return best_pipeline(costs, part, slack=slack, schedule=schedule, hidden=hidden, below=below)
             except InfeasibleError:
-                continue
-            self._objectives[schedule, hidden] = min(least, pipeline[1].seconds)
-            yield pipeline
+                return None
+
+        pipelines = costs.parallel_map(best, problems, costs.processes, serial_seconds=SERIAL_SECONDS)
+        for (_, schedule, hidden), pipeline in zip(problems, pipelines, strict=True):
+            if pipeline is not None:
+                least = self._objectives.get((schedule, hidden), math.inf)
+                self._objectives[schedule, hidden] = min(least, pipeline[1].seconds)
+                yield pipeline
 
 
 def _estimate(pipeline: tuple[Candidate, Stages]) -> float:
     return pipeline[0].estimate
+
+
+def may_fit(layout_costs: LayoutCosts, micro_batches: int, whole: SubMesh, larger: int = 1) -> bool:
+    """Whether one stage on a whole pool could hold all layers with one micro-batch in flight.
+
+    A pipeline needs no less: of p equal stages a device holds the layers of one, for p micro-batches, on
+    1 / p of the devices. Always true where there are several pools.
+
+    Args:
+        layout_costs: of the program.
+        micro_batches: in a step.
+        whole: the pool.
+        larger: factor on the samples of a micro-batch; what depends on them is taken to grow with it.
+    """
+    if len(layout_costs.pools) > 1:
+        return True
+    memory, restriction = layout_costs.memory(whole), layout_costs.restriction
+
+    def fits(variant: Variant) -> bool:
+        for profile in (variant.profile, variant.recompute):
+            once = profile.nbytes(1)
+            grows = once - float(profile.fixed.sum())
+            if once + (larger - 1) * grows <= memory:
+                return True
+        return False
+
+    (fastest,) = fastest_table(layout_costs, micro_batches, (whole,)).variants
+    if any(map(fits, fastest)):
+        return True
+    shapes = shapes_for(layout_costs, micro_batches, whole)
+    if larger > 1:  # few layouts have room for that: most shapes need not be solved
+        shapes = tuple(
+            s for s in shapes if _least_bytes(layout_costs, micro_batches, whole, s, larger) <= memory
+        )
+    kinds: tuple[VariantKind, ...] = ("multipliers", "within memory")
+    for some in (shapes[:1], shapes[1:]):  # the first one mostly fits
+        pairs = [(whole, shape) for shape in some]
+        layout_costs.prepare_variants(micro_batches, pairs, restriction, kinds[: 1 if larger > 1 else None])
+        for _, shape in pairs:
+            layouts = micro_batches, whole, shape, restriction
+            variants = layout_costs.variants(*layouts)
+            if larger == 1 or layout_costs.has_variants(*layouts, "within memory"):  # for one micro-batch
+                variants += layout_costs.variants_within_memory(*layouts)
+            if any(map(fits, variants)):
+                return True
+    return False
+
+
+def _least_bytes(
+    layout_costs: LayoutCosts, micro_batches: int, submesh: SubMesh, shape: Shape, larger: int
+) -> float:
+    """A lower bound on the bytes that a device holds in any layouts, all layers recomputed or none."""
+    devices = devices_for(layout_costs.pools, submesh)
+    limit = MemoryLimit(layout_costs.memory(submesh), live=larger)
+
+    def bounds() -> Iterator[float]:
+        for recompute in ((), layout_costs.all_layers(micro_batches)):
+            layered = layout_costs.layered_graph(micro_batches, recompute)
+            formulation = layout_costs.formulation(layered, devices, shape)
+            yield limited(formulation, formulation.problem, limit).least_peak()[1]
+
+    return min(bounds())

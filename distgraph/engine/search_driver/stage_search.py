@@ -18,7 +18,7 @@ from distgraph.engine.search_driver.candidate import Candidate, StageChoice
 from distgraph.engine.search_driver.layout_costs import LayoutCosts
 from distgraph.engine.search_driver.layout_variants import Variant
 from distgraph.engine.search_driver.load_balancing import shared_shapes
-from distgraph.engine.search_driver.search_space import Shape, devices_for
+from distgraph.engine.search_driver.search_space import Shape
 from distgraph.ir.float_arrays import Floats
 from distgraph.passes.analysis.link_contention import link_totals
 from distgraph.passes.search.inter_op.schedule_costs import Border, simulated_makespan
@@ -31,7 +31,6 @@ from distgraph.passes.search.inter_op.stage_costs import (
 from distgraph.passes.search.inter_op.stages import StageProblem, Stages, find_stages
 from distgraph.passes.search.inter_op.submesh_placement import Pool, SubMesh, place
 from distgraph.passes.search.intra_op.chosen_layouts import Profile
-from distgraph.passes.search.intra_op.memory_limit import MemoryLimit, limited
 from distgraph.plan.pipeline_schedules import schedule_policy
 
 _SAME = 1e-9  # relative difference below which two costs are one
@@ -71,12 +70,13 @@ def variant_table(
     restriction = layout_costs.restriction
     layout_costs.prepare_variants(micro_batches, pairs, restriction)
     for submesh, shape in pairs:
-        solved = layout_costs.has_variants(micro_batches, submesh, shape, restriction)
+        layouts = micro_batches, submesh, shape, restriction
+        solved = all(layout_costs.has_variants(*layouts, kind) for kind in ("multipliers", "within memory"))
         if table and layout_costs.expired() and not solved:
             complete = False
             continue
-        for of_kind in (layout_costs.variants, layout_costs.variants_within_memory):
-            table.setdefault(submesh, []).extend(of_kind(micro_batches, submesh, shape, restriction))
+        table.setdefault(submesh, []).extend(layout_costs.variants(*layouts))
+        table[submesh].extend(layout_costs.variants_within_memory(*layouts))
     present = tuple(submesh for submesh in submeshes if submesh in table)
     return VariantTable(micro_batches, present, tuple(tuple(table[s]) for s in present), complete)
 
@@ -84,13 +84,16 @@ def variant_table(
 def fastest_table(
     layout_costs: LayoutCosts, micro_batches: int, submeshes: Sequence[SubMesh]
 ) -> VariantTable:
-    """The fastest variant of every shape of some sub-meshes."""
+    """The fastest variants of some sub-meshes: of the first shape, of others while there is time."""
     pairs, restriction = _pairs(layout_costs, micro_batches, submeshes), layout_costs.restriction
     layout_costs.prepare_variants(micro_batches, pairs, restriction, ("fastest",))
     table: dict[SubMesh, tuple[Variant, ...]] = dict.fromkeys(submeshes, ())
-    for submesh, shape in pairs:
-        table[submesh] += (layout_costs.fastest(micro_batches, submesh, shape, restriction),)
-    return VariantTable(micro_batches, tuple(table), tuple(table.values()))
+    for number, (submesh, shape) in enumerate(pairs):
+        layouts = micro_batches, submesh, shape, restriction
+        if number == 0 or not layout_costs.expired() or layout_costs.has_variants(*layouts):
+            table[submesh] += (layout_costs.fastest(*layouts),)
+    complete = sum(map(len, table.values())) == len(pairs)
+    return VariantTable(micro_batches, tuple(table), tuple(table.values()), complete)
 
 
 def nearest_to_machine(layout_costs: LayoutCosts, submeshes: Sequence[SubMesh]) -> list[SubMesh]:
@@ -214,57 +217,6 @@ def shapes_for(layout_costs: LayoutCosts, micro_batches: int, submesh: SubMesh) 
     return (*shapes, Shape((("tp", submesh.size),)))  # under a restriction axes differ by their names
 
 
-def may_fit(layout_costs: LayoutCosts, micro_batches: int, whole: SubMesh, larger: int = 1) -> bool:
-    """Whether one stage on a whole pool could hold all layers with one micro-batch in flight.
-
-    A pipeline needs no less: of p equal stages a device holds the layers of one, for p micro-batches, on
-    1 / p of the devices. Always true where there are several pools.
-
-    Args:
-        layout_costs: of the program.
-        micro_batches: in a step.
-        whole: the pool.
-        larger: factor on the samples of a micro-batch; what depends on them is taken to grow with it.
-    """
-    if len(layout_costs.pools) > 1:
-        return True
-    (pool,) = layout_costs.pools
-    shapes = layout_costs.shapes(micro_batches, pool, whole.size)
-    memory, restriction = layout_costs.memory(whole), layout_costs.restriction
-
-    def fits(variant: Variant) -> bool:
-        for profile in (variant.profile, variant.recompute):
-            once = profile.nbytes(1)
-            grows = once - float(profile.fixed.sum())
-            if once + (larger - 1) * grows <= memory:
-                return True
-        return False
-
-    (fastest,) = fastest_table(layout_costs, micro_batches, (whole,)).variants
-    if any(map(fits, fastest)):
-        return True
-    possible = (s for s in shapes if _least_bytes(layout_costs, micro_batches, whole, s, larger) <= memory)
-    kinds = (layout_costs.variants, layout_costs.variants_within_memory)  # the latter for one micro-batch
-    given = [(kind, s) for s in possible for kind in kinds[: 1 if larger > 1 else None]]
-    return any(fits(v) for kind, s in given for v in kind(micro_batches, whole, s, restriction))
-
-
-def _least_bytes(
-    layout_costs: LayoutCosts, micro_batches: int, submesh: SubMesh, shape: Shape, larger: int
-) -> float:
-    """A lower bound on the bytes that a device holds in any layouts, all layers recomputed or none."""
-    devices = devices_for(layout_costs.pools, submesh)
-    limit = MemoryLimit(layout_costs.memory(submesh), live=larger)
-
-    def bounds() -> Iterator[float]:
-        for recompute in ((), layout_costs.all_layers(micro_batches)):
-            layered = layout_costs.layered_graph(micro_batches, recompute)
-            formulation = layout_costs.formulation(layered, devices, shape)
-            yield limited(formulation, formulation.problem, limit).least_peak()[1]
-
-    return min(bounds())
-
-
 def transfer_seconds(
     layout_costs: LayoutCosts, micro_batches: int, submeshes: Sequence[SubMesh], apart: bool = False
 ) -> tuple[Floats, Floats]:
@@ -363,13 +315,14 @@ def _stage_parts(
     stage, m = candidate.stages[position], candidate.micro_batches
     submesh = layout_costs.submesh(stage.devices)
     layouts = m, submesh, stage.shape, candidate.restriction
-    if stage.memory_limit is None and not stage.memory_multiplier:
-        variants: tuple[Variant, ...] = (layout_costs.fastest(*layouts),)
-    else:
-        variants = layout_costs.variants(*layouts)
-    if stage.memory_limit is not None and all(each.memory_limit != stage.memory_limit for each in variants):
-        given = submesh, stage.shape, candidate.restriction, stage.memory_limit
-        variants = layout_costs.limited_variants(m, *given) or variants
+    variants: tuple[Variant, ...] = ()
+    if stage.memory_limit is not None:
+        variants = layout_costs.variants_within_memory(*layouts)
+        if all(each.memory_limit != stage.memory_limit for each in variants):
+            variants = layout_costs.limited_variants(*layouts, stage.memory_limit)
+    elif not stage.memory_multiplier:
+        variants = (layout_costs.fastest(*layouts),)
+    variants = variants or layout_costs.variants(*layouts)
     variant = min(variants, key=lambda v: _difference(v, stage))
     plain, again = variant.profile, variant.recompute
     layers = np.append(np.arange(stage.first, stage.stop), len(plain.forward) - 1)

@@ -386,7 +386,7 @@ def _best_uniform(
             if state.expired():
                 return []
             shapes = dict.fromkeys((each.submesh, each.free) for each in pipelines_of(costs, count))
-            costs.prepare_variants(count, list(shapes), "none")
+            costs.prepare_variants(count, list(shapes), "none", ("fastest",))
     pipelines = costs.parallel_map(best, allowed, state.evaluations.processes)
     if state.expired():
         return []
