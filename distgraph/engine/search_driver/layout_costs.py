@@ -13,6 +13,7 @@ Memory multipliers make a Pareto front of seconds and bytes: at 0 layouts are th
 rises, what is stored is split over more axes (ZeRO). Multipliers above 0 are tried only where the layers, put
 on as many stages as there are sub-meshes of this size, would not fit. Where one of these stages does not fit
 in the fastest layouts, the fastest ones are solved for within the memory of a device, too (`MemoryLimit`).
+The three kinds (`VariantKind`) are solved apart, because most shapes need only the fastest layouts.
 """
 
 from __future__ import annotations
