@@ -361,7 +361,7 @@ class LayoutCosts:
         def make(number: int) -> None:
             if number == 0 or not self.expired():
                 for key in missing[number]:
-                    self._known(key)
+                    self._solved_variants(key)
 
         self.parallel_map(make, range(len(missing)), self.processes, serial_seconds=SERIAL_SECONDS)
 
@@ -369,7 +369,7 @@ class LayoutCosts:
         self, micro_batches: int, submesh: SubMesh, shape: Shape, restriction: Restriction
     ) -> tuple[Variant, ...]:
         """The variants of one shape, fastest first, for memory multipliers as in `MEMORY_MULTIPLIERS`."""
-        return self._known(self._key("multipliers", micro_batches, submesh, shape, restriction))
+        return self._solved_variants(self._key("multipliers", micro_batches, submesh, shape, restriction))
 
     def fastest(
         self, micro_batches: int, submesh: SubMesh, shape: Shape, restriction: Restriction
@@ -378,15 +378,15 @@ class LayoutCosts:
         key = self._key("multipliers", micro_batches, submesh, shape, restriction)
         if key not in self._solutions.variants:
             key = self._key("fastest", micro_batches, submesh, shape, restriction)
-        return self._known(key)[0]
+        return self._solved_variants(key)[0]
 
     def variants_within_memory(
         self, micro_batches: int, submesh: SubMesh, shape: Shape, restriction: Restriction
     ) -> tuple[Variant, ...]:
         """The fastest layouts of a shape within `memory_limit`, where the fastest of all exceed it."""
-        return self._known(self._key("within memory", micro_batches, submesh, shape, restriction))
+        return self._solved_variants(self._key("within memory", micro_batches, submesh, shape, restriction))
 
-    def _known(self, key: VariantKey) -> tuple[Variant, ...]:
+    def _solved_variants(self, key: VariantKey) -> tuple[Variant, ...]:
         if key not in self._solutions.variants:
             within_memory = key[4] == "within memory"
             if within_memory and self.expired():

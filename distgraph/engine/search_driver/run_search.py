@@ -11,9 +11,10 @@ so that the answer is never behind them.
 
 Micro-batch counts are tried in growing strides (`micro_batch_search`). The first pipeline that fits is
 forecast at once, so that there is an answer early; shapes that are slower by themselves than the best
-pipeline are left out from then on, and before that those that are much slower than a first estimate. A pipeline that does not fit memory by its forecast is searched again with
-less memory. The neighbours of the pipelines that were forecast are forecast too (`local_search`), fewer of
-larger programs: those of uniform ones, too, but on devices of several kinds only where one of these is best.
+pipeline are left out from then on, and before that those that are much slower than a first estimate. A
+pipeline that does not fit memory by its forecast is searched again with less memory. The neighbours of the
+pipelines that were forecast are forecast too (`local_search`), fewer of larger programs: those of uniform
+ones, too, but on devices of several kinds only where one of these is best.
 
 Constants are named where they are used. `benchmarks/support/search_sensitivity.py` halves and doubles each;
 benchmarks/HISTORY.md has what that changes.
