@@ -96,7 +96,8 @@ class ProcessMesh:
         self.axes = names
         self.shape = tuple(int(n) for n in array.shape)
         self.weights = _uneven(dict(zip(names, self.shape, strict=True)), weights) if weights else {}
-        self._hash = hash((names, self.shape, array.tobytes(), tuple(self.weights.items())))
+        self._rank_bytes = array.tobytes()  # compared and hashed much faster than numbers
+        self._hash = hash((names, self.shape, self._rank_bytes, tuple(self.weights.items())))
 
     @classmethod
     @checked_arguments(ShardingError)
@@ -401,7 +402,7 @@ class ProcessMesh:
             and self.axes == other.axes
             and self.shape == other.shape
             and self.weights == other.weights
-            and self.members == other.members
+            and self._rank_bytes == other._rank_bytes
         )
 
     def __hash__(self) -> int:

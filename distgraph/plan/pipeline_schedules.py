@@ -165,6 +165,9 @@ class SchedulePolicy:
     substituted: bool = False
     export_names: Mapping[str, str] = field(default_factory=dict)
 
+    def __hash__(self) -> int:
+        return hash(self.name)  # functions and tables need no hash of their own
+
     @property
     def has_table(self) -> bool:
         """Whether the order is that of a table of actions."""

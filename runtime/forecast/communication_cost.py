@@ -59,6 +59,7 @@ class TrafficCost:
         self._exchanges: dict[object, Message] = {}
         self._exchange_bytes: dict[_Exchange, dict[tuple[int, int], int]] = {}
         self._exchange_links: dict[str, frozenset[int]] = {}
+        self._shape_links: dict[tuple[_Exchange, tuple[int, ...]], frozenset[int]] = {}
         self._group_links: dict[tuple[ProcessMesh, tuple[str, ...]], frozenset[int]] = {}
         self._representatives: dict[tuple[int, ...], tuple[int, ...]] = {}  # of devices, by ranks
 
@@ -134,17 +135,22 @@ class TrafficCost:
 
     def _links(self, op: Op) -> frozenset[int]:
         """Directed links that all ranks of a communication use together."""
-        source, target = self.graph.attrs[op.operands[0].name], self.graph.attrs[op.name]
         declared = collective_of(op.kind)
         if declared is None or not declared.grouped:
             if op.name not in self._exchange_links:
-                pairs = ((self.devices[a], self.devices[b]) for a, b in message_bytes(op, source, target))
-                self._exchange_links[op.name] = self.communication.cost.router.links(pairs)
+                self._exchange_links[op.name] = self._links_of_shape(op, *self._shape(op))
             return self._exchange_links[op.name]
-        key = source.mesh, tuple(op.attrs["axes"])
+        key = self.graph.attrs[op.operands[0].name].mesh, tuple(op.attrs["axes"])
         if key not in self._group_links:
             self._group_links[key] = self.communication.links(*key)
         return self._group_links[key]
+
+    def _links_of_shape(self, op: Op, shape: _Exchange, ranks: tuple[int, ...]) -> frozenset[int]:
+        """Directed links of an exchange; the layers of a model exchange the same shapes."""
+        if (shape, ranks) not in self._shape_links:
+            pairs = ((self.devices[ranks[a]], self.devices[ranks[b]]) for a, b in self._sizes(op, shape))
+            self._shape_links[shape, ranks] = self.communication.cost.router.links(pairs)
+        return self._shape_links[shape, ranks]
 
 
 def message_bytes(op: Op, source: DistAttr, target: DistAttr) -> dict[tuple[int, int], int]:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -183,20 +183,29 @@ def schedule(
     """
     chosen = schedule_policy(policy)
     if durations is None:
-        timeline = unit_timeline(graph, chosen)
-    else:
-        orders = simulate(graph, durations, policy=chosen).orders()
-        timeline = simulate(graph, None, policy=chosen, order=orders)
+        return _unit_schedule(graph, chosen)
+    orders = simulate(graph, durations, policy=chosen).orders()
+    return _recorded(graph, chosen, simulate(graph, None, policy=chosen, order=orders))
+
+
+@lru_cache(maxsize=8)
+def _unit_schedule(graph: TaskGraph, policy: SchedulePolicy) -> Schedule:
+    """The order where every task takes one clock; programs that differ in layouts alone have the same."""
+    return _recorded(graph, policy, unit_timeline(graph, policy))
+
+
+def _recorded(graph: TaskGraph, policy: SchedulePolicy, timeline: Timeline) -> Schedule:
+    """The order of a timeline, with tasks that update parameters at its end."""
     orders = timeline.orders()
     orders_updates_last = _updates_last(graph, orders)
     if orders_updates_last != orders:
-        timeline = simulate(graph, None, policy=chosen, order=orders_updates_last)
+        timeline = simulate(graph, None, policy=policy, order=orders_updates_last)
     columns = []
-    for ranks in timeline.columns:
+    for ranks, runs in zip(timeline.columns, timeline.by_column(), strict=True):
         names = symbols([task for task in graph.tasks if ranks[0] in task.ranks])
-        steps = tuple(Step(round(run.start), run.task, run.micro) for run in timeline.of_rank(ranks[0]))
+        steps = tuple(Step(round(run.start), run.task, run.micro) for run in runs)
         columns.append(Column(ranks, tuple((symbol, task) for task, symbol in names.items()), steps))
-    return Schedule(chosen.name, graph.micro_batches, tuple(columns))
+    return Schedule(policy.name, graph.micro_batches, tuple(columns))
 
 
 def _updates_last(
@@ -207,7 +216,15 @@ def _updates_last(
     Only another update reads the result of an update.
     """
     updates = {task.name for task in graph.tasks if task.kind == UPDATES}
-    return {rank: tuple(sorted(order, key=lambda step: step[0] in updates)) for rank, order in orders.items()}
+    distinct = {id(order): order for order in orders.values()}  # ranks of one column share theirs
+    moved = {number: _moved_last(order, updates) for number, order in distinct.items()}
+    return {rank: moved[id(order)] for rank, order in orders.items()}
+
+
+def _moved_last(order: tuple[tuple[str, int], ...], tasks: set[str]) -> tuple[tuple[str, int], ...]:
+    """An order with some tasks moved to its end; the same object where they are there."""
+    moved = tuple(sorted(order, key=lambda step: step[0] in tasks))
+    return order if moved == order else moved
 
 
 def parse(text: str) -> Schedule:

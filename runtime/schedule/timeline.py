@@ -62,14 +62,14 @@ class Timeline:
     def orders(self) -> dict[int, tuple[tuple[str, int], ...]]:
         """Rank -> its (task, micro-batch) pairs, in order. Ranks of one column share one tuple."""
         result: dict[int, tuple[tuple[str, int], ...]] = {}
-        for ranks, runs in zip(self.columns, self._by_column(), strict=True):
+        for ranks, runs in zip(self.columns, self.by_column(), strict=True):
             result.update(dict.fromkeys(ranks, tuple((run.task, run.micro) for run in runs)))
         return dict(sorted(result.items()))
 
     def busy(self) -> dict[int, float]:
         """Rank -> seconds in which it runs tasks; the rest of the makespan is its bubble."""
         result: dict[int, float] = {}
-        for ranks, runs in zip(self.columns, self._by_column(), strict=True):
+        for ranks, runs in zip(self.columns, self.by_column(), strict=True):
             result.update(dict.fromkeys(ranks, sum(run.end - run.start for run in runs)))
         return dict(sorted(result.items()))
 
@@ -82,10 +82,11 @@ class Timeline:
         Args:
             rows: number of lines, counted from the end; None: all.
         """
-        table = _table(self, self._by_column())
+        table = _table(self, self.by_column())
         return "\n".join(text_table(table if rows is None else table[max(0, len(table) - rows) :], gap=" "))
 
-    def _by_column(self) -> list[list[Interval]]:
+    def by_column(self) -> list[list[Interval]]:
+        """The task instances of every group of ranks, in order."""
         column = {ranks[0]: index for index, ranks in enumerate(self.columns)}
         where = {
             task.name: [column[rank] for rank in task.ranks if rank in column] for task in self.graph.tasks

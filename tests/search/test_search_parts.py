@@ -198,7 +198,7 @@ def test_a_solution_far_from_its_bound_gets_more_time(monkeypatch: pytest.Monkey
     asked: list[float] = []
     starts: list[object] = []
 
-    def solve(given: Problem, *, seconds: float, gap: float, start: object = None) -> Solution:
+    def solve(given: Problem, *, seconds: float, gap: float, start: object = None, **_: bool) -> Solution:
         asked.append(seconds)
         starts.append(start)
         objective = 2.0 if len(asked) == 1 else 1.0

@@ -13,8 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from distgraph.engine.search_driver.candidate import BuiltCandidate, Candidate, build_candidate
+from distgraph.engine.search_driver.candidate import (
+    BuiltCandidate,
+    Candidate,
+    build_candidate,
+    completed_graph,
+)
 from distgraph.engine.search_driver.layout_costs import LayoutCosts
+from distgraph.ir.graph import Graph
 from distgraph.plan.plan_components import FrontPlan
 from distgraph.resources.units import format_bytes
 
@@ -72,6 +78,12 @@ class Evaluation:
             assert self.candidate is not None
             self.program = build_candidate(self.candidate, layout_costs)
         return self.program
+
+    def completed(self, layout_costs: LayoutCosts) -> Graph:
+        """The completed graph of the program, which is not built for that where there is a candidate."""
+        if self.program is None and self.candidate is not None and self.rebuild is None:
+            return completed_graph(self.candidate, layout_costs)
+        return self.built(layout_costs).completed
 
     def release(self) -> None:
         """Free the program where it can be built again."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from typing import TypeVar
 
@@ -290,7 +290,9 @@ class LayoutCosts:
         formulation = formulation.with_memory(memory_multiplier=query.memory_multiplier)
         if key not in self._solutions.choices:
             problem = restricted(formulation, query.restriction)
-            solution = solve_within(formulation, problem, query.memory_limit, solve_briefly, improve_solution)
+            limit = query.memory_limit  # why it leaves no choice is not reported
+            solve = partial(solve_briefly, explained=limit is None)
+            solution = solve_within(formulation, problem, limit, solve, improve_solution)
             if solution.choice is None:
                 reason = solution.message or solution.status
                 raise InfeasibleError(

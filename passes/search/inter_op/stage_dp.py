@@ -86,10 +86,12 @@ class StageTable:
     def __init__(self, layers: int, devices: Devices, borders: Floats | None) -> None:
         self.layers, self.devices = layers, devices
         self.count = len(devices.sizes)
-        self.borders = None if borders is None or not borders.size else borders
-        pairs = self.borders is not None and bool((self.borders != self.borders[:, :, :1]).any())
-        self.firsts = self.count if pairs else 1  # sub-meshes of the next stage that states differ in
-        self.before = 1 if self.borders is None else self.count
+        self.borders, self.behind = None if borders is None or not borders.size else borders, None
+        if self.borders is not None and not (self.borders != self.borders[:, :, :1]).any():
+            # x is the same for every sub-mesh of the next stage, so that it is part of the stage before it
+            behind = np.append(self.borders[:, :, 0], np.zeros((1, self.count)), axis=0)
+            self.borders, self.behind = None, behind
+        self.neighbours = 1 if self.borders is None else self.count  # of a stage, by which states differ
         self.states_before = [devices.states_before(n) for n in range(self.count)]
         self.states_after = [devices.states_after(n) for n in range(self.count)]
         self.usable = [n for n, room in enumerate(self.states_before) if all(part.stop for part in room)]
@@ -104,7 +106,7 @@ class StageTable:
         Returns:
             The sum and the assignment; None if there is none.
         """
-        table = times(1)
+        table = self._with_behind(times(1))
         best, reach = self._suffixes(table, budget)
         end = self._best_end(best[0])
         if end is None:
@@ -116,13 +118,17 @@ class StageTable:
     ) -> tuple[float, StageAssignment] | None:
         """The assignment of at most `most` stages with the least sum, or of exactly as many if `exact`; other
         arguments as for `shortest`."""
-        before_bound = self._prefixes(times(1), budget)
+
+        def with_transfers(position: int) -> Floats:
+            return self._with_behind(times(position))
+
+        before_bound = self._prefixes(with_transfers(1), budget)
         reach = self._empty()
         self._start(reach)
         levels, least = [reach], reach
         best: tuple[float, tuple[int, ...], int] | None = None
         for position in range(1, most + 1):
-            totals = self._extend_all(times(position), levels[-1])
+            totals = self._extend_all(with_transfers(position), levels[-1])
             totals[totals + before_bound[..., None] > budget] = np.inf
             end = self._best_end(totals[0].min(axis=-1))
             if end is not None and (best is None or end[0] < best[0]) and (not exact or position == most):
@@ -138,7 +144,13 @@ class StageTable:
             levels.append(reach)
         if best is None:
             return None
-        return best[0], self._trace_back(times, lambda position: levels[position - 1], best[1], best[2])
+        return best[0], self._trace_back(
+            with_transfers, lambda position: levels[position - 1], best[1], best[2]
+        )
+
+    def _with_behind(self, table: Floats) -> Floats:
+        """Seconds of stages, with those of the transfer behind each where they depend on that stage alone."""
+        return table if self.behind is None else table + self.behind
 
     def _suffixes(self, table: Floats, budget: float) -> tuple[Floats, Floats]:
         """Least sums [layer, units] of assignments from a layer to the end, and with the border before."""
@@ -162,7 +174,8 @@ class StageTable:
         """
         borders = None if self.borders is None else self.borders[::-1].transpose(0, 2, 1)
         reversed_table = StageTable(self.layers, self.devices, borders)
-        best, _ = reversed_table._suffixes(table[::-1, ::-1].transpose(1, 0, 2), budget)
+        reversed_times = reversed_table._with_behind(table[::-1, ::-1].transpose(1, 0, 2))
+        best, _ = reversed_table._suffixes(reversed_times, budget)
         axes = tuple(range(1, best.ndim))
         if not self.devices.whole:
             for axis in axes:
@@ -177,7 +190,11 @@ class StageTable:
 
     def _empty(self) -> Floats:
         """[sub-mesh before, layer, units] least sum from a border on, the border included; all inf."""
-        return np.full((self.before, self.layers + 1, *self.devices.shape), np.inf)
+        return np.full((self.neighbours, self.layers + 1, *self.devices.shape), np.inf)
+
+    def _state_of(self, submesh: int) -> int:
+        """Where states of a neighbouring stage on a sub-mesh are."""
+        return submesh if self.neighbours > 1 else 0
 
     def _start(self, reach: Floats) -> None:
         end: Index = (slice(None), self.layers, *(0,) * len(self.devices.shape))
@@ -195,23 +212,22 @@ class StageTable:
             ends: sub-mesh -> range of the last layers that a stage on it may have.
             budget: larger sums become inf.
         """
-        totals = np.full((*self.devices.shape, self.firsts), np.inf)
+        totals = np.full((*self.devices.shape, self.neighbours), np.inf)
         for submesh, (low, high) in ends.items():
             room = self.states_before[submesh]
-            with_border = submesh if self.before > 1 else 0
-            rest: Index = (with_border, slice(low + 1, high + 1), *room)
+            rest: Index = (self._state_of(submesh), slice(low + 1, high + 1), *room)
             sums = reach[rest] + table[first, low:high, submesh].reshape(-1, *[1] * len(room))
             least = sums.min(axis=0)
-            index: Index = (*self.states_after[submesh], submesh if self.firsts > 1 else 0)
+            index: Index = (*self.states_after[submesh], self._state_of(submesh))
             totals[index] = np.minimum(totals[index], least)
         totals[totals > budget] = np.inf
         return totals
 
     def _extend_all(self, table: Floats, reach: Floats) -> Floats:
         """Least sums [layer, units, first sub-mesh] of the assignments that start at every layer."""
-        totals = np.full((self.layers, *self.devices.shape, self.firsts), np.inf)
+        totals = np.full((self.layers, *self.devices.shape, self.neighbours), np.inf)
         for submesh in self.usable:
-            index: Index = (submesh if self.before > 1 else 0, slice(1, None), *self.states_before[submesh])
+            index: Index = (self._state_of(submesh), slice(1, None), *self.states_before[submesh])
             rest = reach[index]
             flat = rest.reshape(self.layers, -1)
             finite = np.isfinite(flat)
@@ -223,7 +239,7 @@ class StageTable:
             least = np.full((self.layers, flat.shape[1]), np.inf)
             least[np.ix_(firsts, units)] = _least_sums(seconds[firsts], flat[np.ix_(stops, units)])
             least = least.reshape(self.layers, *rest.shape[1:])
-            target: Index = (slice(None), *self.states_after[submesh], submesh if self.firsts > 1 else 0)
+            target: Index = (slice(None), *self.states_after[submesh], self._state_of(submesh))
             totals[target] = np.minimum(totals[target], least)
         return totals
 
@@ -241,7 +257,7 @@ class StageTable:
             return reach
         ones = (1,) * len(self.devices.shape)
         for before in range(self.count):
-            border = self.borders[:, before, : self.firsts].reshape(-1, *ones, self.firsts)
+            border = self.borders[:, before].reshape(-1, *ones, self.neighbours)
             reach[before, 1 : self.layers] = (totals[1:] + border).min(axis=-1)
         return reach
 
@@ -252,7 +268,7 @@ class StageTable:
             return
         if first:
             for before in range(self.count):
-                reach[before, first] = (totals + self.borders[first - 1, before, : self.firsts]).min(axis=-1)
+                reach[before, first] = (totals + self.borders[first - 1, before]).min(axis=-1)
 
     def _best_end(self, sums: Floats) -> tuple[float, tuple[int, ...]] | None:
         """The sum and the state of the best assignment of all layers."""
@@ -289,7 +305,7 @@ class StageTable:
             left = tuple(a - b for a, b in zip(units, sizes, strict=True))
             if min(left) < 0:
                 continue
-            rest: Index = (submesh if self.before > 1 else 0, slice(first + 1, None), *left)
+            rest: Index = (self._state_of(submesh), slice(first + 1, None), *left)
             sums = table[first, first:, submesh] + reach[rest]
             if assignment and self.borders is not None:
                 sums = sums + self.borders[first - 1, assignment[-1][2], submesh]

@@ -64,6 +64,7 @@ def solve_cached(
     gap: float = 0.0,
     cache: Cache | None = None,
     start: Sequence[int] | None = None,
+    explained: bool = True,
 ) -> Solution:
     """`solver.solve` with a cache: a problem that was solved before is read from disk.
 
@@ -73,6 +74,7 @@ def solve_cached(
         gap: stop when (objective - bound) / |objective| is at most this.
         cache: the cache; by default that in `cache_directory`.
         start: a choice to be at least as good as, where the cache has none.
+        explained: whether to find out why a problem has no choice.
 
     Raises:
         GraphError: an argument is out of range.
@@ -83,7 +85,7 @@ def solve_cached(
     if entry is not None and entry.suffices(seconds, gap):
         return entry.solution
     start = start if entry is None else entry.solution.choice
-    solution = solve(problem, seconds=seconds, gap=gap, start=start)
+    solution = solve(problem, seconds=seconds, gap=gap, start=start, explained=explained)
     whole = not (solution.interrupted or solution.cut)  # else asking again may give a better one
     cache.put(name, solution, seconds if whole else 0.0)
     return solution

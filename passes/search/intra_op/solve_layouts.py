@@ -28,9 +28,14 @@ def solve_problem(problem: Problem) -> Solution:
     return improve_solution(problem, solve_briefly(problem))
 
 
-def solve_briefly(problem: Problem) -> Solution:
-    """Solve a problem of layouts once, whatever the gap to the bound is."""
-    return _complete(problem, solve_cached(problem, seconds=SOLVE_SECONDS, gap=GAP))
+def solve_briefly(problem: Problem, explained: bool = True) -> Solution:
+    """Solve a problem of layouts once, whatever the gap to the bound is.
+
+    Args:
+        problem: of layouts.
+        explained: whether to find out why a problem has no choice.
+    """
+    return _complete(problem, solve_cached(problem, seconds=SOLVE_SECONDS, gap=GAP, explained=explained))
 
 
 def improve_solution(problem: Problem, solution: Solution) -> Solution:

@@ -27,6 +27,7 @@ class Incumbent:
         problem: what is solved.
         work: counts the work of the search, and limits it.
         gap: (objective - bound) / |objective| at which the search may end.
+        explained: whether to find out why a problem has no choice.
 
     Attributes:
         choice: the best choice so far; None where none is known.
@@ -38,8 +39,9 @@ class Incumbent:
         message: what else there is to say.
     """
 
-    def __init__(self, problem: Problem, work: Work, gap: float) -> None:
+    def __init__(self, problem: Problem, work: Work, gap: float, explained: bool = True) -> None:
         self.problem, self.work, self.gap = problem, work, max(gap, _ROUNDING)
+        self.explained = explained
         self.choice: tuple[int, ...] | None = None
         self.objective, self.bound = math.inf, -math.inf
         self.infeasible = self.interrupted = False
@@ -106,10 +108,12 @@ class Incumbent:
             self.prove(cutoff)
 
     def prove_infeasible(self) -> None:
-        """Note that there is no choice, and find out why."""
-        with self.phase("explain"):
-            when, missing, self.message = explain_shortage(self.problem, self.left)
-        self.infeasible, self._shortage = True, (when, missing)
+        """Note that there is no choice, and find out why where that is asked for."""
+        if self.explained:
+            with self.phase("explain"):
+                when, missing, self.message = explain_shortage(self.problem, self.left)
+            self._shortage = when, missing
+        self.infeasible = True
 
     def solution(self) -> Solution:
         """What is known now."""

@@ -51,7 +51,12 @@ _PAIRS = 20_000  # the same, where neighbourhoods have given nothing better
 
 
 def solve(
-    problem: Problem, *, seconds: float = 60.0, start: Sequence[int] | None = None, gap: float = 0.0
+    problem: Problem,
+    *,
+    seconds: float = 60.0,
+    start: Sequence[int] | None = None,
+    gap: float = 0.0,
+    explained: bool = True,
 ) -> Solution:
     """The best choice that can be found in some time, with a bound that tells how good it is.
 
@@ -64,6 +69,7 @@ def solve(
             as long, and the solution says so.
         start: a choice to be at least as good as; ignored where it is not feasible.
         gap: stop when (objective - bound) / |objective| is at most this.
+        explained: whether to find out why a problem has no choice, which may take longer than the proof.
 
     Returns:
         The solution; `status` says what is proved.
@@ -79,7 +85,7 @@ def solve(
     """
     if not seconds >= 0 or not gap >= 0:
         raise GraphError(f"{problem.name}: seconds={seconds} and gap={gap} must be 0 or more")
-    incumbent = Incumbent(problem, Work(seconds), gap)
+    incumbent = Incumbent(problem, Work(seconds), gap, explained)
     try:
         with incumbent.phase("obvious"):
             incumbent.see_obvious(start)

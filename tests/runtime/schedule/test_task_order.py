@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -13,6 +14,7 @@ from support.programs.peak_live import peak_live
 from support.programs.task_graphs import plain, task_graphs, with_transfers
 
 from distgraph.errors import GraphError, RuntimeFault
+from distgraph.plan.pipeline_schedules import schedule_policy
 from distgraph.runtime.schedule.task import Edge, Task, TaskGraph, pipeline
 from distgraph.runtime.schedule.task_order import Schedule, check, parse, schedule
 
@@ -63,6 +65,14 @@ def test_the_examples_of_the_documentation_run() -> None:
     result = doctest.testfile(str(document), module_relative=False, optionflags=doctest.ELLIPSIS)
     assert result.attempted >= 8
     assert result.failed == 0
+
+
+def test_orders_that_were_decided_before_are_those_of_the_same_policy() -> None:
+    graph = plain(3, 4)
+    first, second = (replace(schedule_policy(name), name="mine") for name in ("gpipe", "1f1b"))
+    of_first, of_second = schedule(graph, first).order(0), schedule(graph, second).order(0)
+    assert of_first == schedule(graph, "gpipe").order(0) != of_second
+    assert of_second == schedule(graph, "1f1b").order(0)
 
 
 def test_gpipe_runs_forward_and_backward_in_order() -> None:

@@ -228,6 +228,14 @@ def test_infeasible_by_memory_and_pairs_names_what_is_missing_at_least() -> None
     assert (found.status, found.time, found.missing) == ("infeasible", 3, 2.0)
 
 
+def test_why_nothing_fits_is_not_computed_where_nobody_asks() -> None:
+    table = np.array([[math.inf, 0.0], [0.0, 0.0]])
+    problem = Problem("p", (np.zeros(2), np.zeros(2)), ((0, 1),), (table,), (held(4, 6), held(5, 7)), 9.0)
+    found = solve(problem, seconds=5, explained=False)
+    assert (found.status, found.time, found.missing, found.message) == ("infeasible", None, 0.0, "")
+    assert "explain" not in found.seconds
+
+
 def test_infeasible_by_pairs_alone_names_no_time() -> None:
     problem = Problem("p", (np.zeros(1), np.zeros(1)), ((0, 1),), (np.array([[math.inf]]),))
     found = solve(problem, seconds=5)

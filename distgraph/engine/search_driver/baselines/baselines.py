@@ -23,6 +23,7 @@ from distgraph.engine.search_driver.candidate import (
     build_candidate,
     candidate_of_plan,
     layout_identity,
+    may_have_rings,
     program_of_plan,
     split_by_data_axes,
     with_rings,
@@ -140,10 +141,8 @@ def evaluate_zero(state: SearchState) -> Iterator[Event]:
     for evaluation in [best, *starts] if best is not None else starts:
         if evaluation.candidate is None or state.expired():
             continue
-        split = split_by_data_axes(evaluation.built(layout_costs).completed)
+        split = split_by_data_axes(evaluation.completed(layout_costs))
         candidate = replace(evaluation.candidate, origin="search")
-        if evaluation is not state.best:
-            evaluation.release()
         for level in levels:
             if split >= _NEEDED_SPLIT[level]:
                 yield state.record(state.evaluations.evaluate(replace(candidate, zero=level)))
@@ -193,10 +192,10 @@ def evaluate_rings(state: SearchState) -> Iterator[Event]:
     unfit = [e for e in state.evaluations.all if e.candidate and not e.fits and e.seconds < _seconds(state)]
     best = [] if state.best is None else [state.best]
     for evaluation in [*best, *sorted(unfit, key=lambda e: e.memory_ratio)[:FORECASTS]]:
-        program = with_rings(evaluation.built(layout_costs), layout_costs)
-        if evaluation is not state.best:
-            evaluation.release()
-        if program is not None:
+        if may_have_rings(evaluation.completed(layout_costs)):
+            program = with_rings(evaluation.built(layout_costs), layout_costs)
+            if evaluation is not state.best:
+                evaluation.release()
             yield Event("attention by rings")
             yield state.record(evaluation_of(replace(program, origin="search"), other_layouts=True))
         if state.expired():
