@@ -33,7 +33,7 @@ class ByBorder:
         seconds = 1.0 + abs(candidate.stages[0].stop - self.best_border)
         return Evaluation("search", candidate, seconds, 1.0, 0.0, 1, {}, None)
 
-    def evaluate_all(self, candidates: Sequence[Candidate], processes: int) -> list[Evaluation]:
+    def evaluate_all(self, candidates: Sequence[Candidate], processes: int) -> list[Evaluation | None]:
         return [self.evaluate(candidate) for candidate in candidates]
 
 

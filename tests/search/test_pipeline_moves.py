@@ -80,7 +80,7 @@ class ByStages:
         seconds = float(len(candidate.stages)) + (candidate.restriction == "none")
         return Evaluation(candidate.origin, candidate, seconds, 1.0, 0.0, 1, {}, None)
 
-    def evaluate_all(self, candidates: Sequence[Candidate], processes: int) -> list[Evaluation]:
+    def evaluate_all(self, candidates: Sequence[Candidate], processes: int) -> list[Evaluation | None]:
         return [self.evaluate(candidate) for candidate in candidates]
 
 

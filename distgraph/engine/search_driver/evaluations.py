@@ -20,6 +20,7 @@ from distgraph.engine.search_driver.candidate import (
     completed_graph,
 )
 from distgraph.engine.search_driver.layout_costs import LayoutCosts
+from distgraph.errors import GraphError
 from distgraph.ir.graph import Graph
 from distgraph.plan.plan_components import FrontPlan
 from distgraph.resources.units import format_bytes
@@ -128,6 +129,11 @@ def without_program(evaluation: Evaluation) -> Evaluation:
     return replace(evaluation, program=None)
 
 
+def figures(evaluation: Evaluation | None) -> Evaluation | None:
+    """`without_program` of an evaluation, if there is one."""
+    return None if evaluation is None else without_program(evaluation)
+
+
 _NO_LESS = 1.001, 1.01
 """Factors of seconds and bytes within which a plan is no better than another in them."""
 _MOST_ON_FRONT = 10
@@ -200,8 +206,8 @@ class Evaluator(Protocol):
     def evaluate(self, candidate: Candidate) -> Evaluation:
         """The evaluation of one candidate."""
 
-    def evaluate_all(self, candidates: Sequence[Candidate], processes: int) -> list[Evaluation]:
-        """Evaluations of several candidates, in as many processes."""
+    def evaluate_all(self, candidates: Sequence[Candidate], processes: int) -> list[Evaluation | None]:
+        """Evaluations of several candidates, in as many processes; None where there is no program."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,16 +225,19 @@ class Forecaster:
         """Build a candidate and forecast it."""
         return evaluate(candidate, self.layout_costs)
 
-    def evaluate_all(self, candidates: Sequence[Candidate], processes: int) -> list[Evaluation]:
+    def evaluate_all(self, candidates: Sequence[Candidate], processes: int) -> list[Evaluation | None]:
         """Forecasts of several candidates; the program of the first is at hand."""
         for candidate in candidates:
             self.layout_costs.layered_graph(candidate.micro_batches)  # before processes are forked
 
-        def forecast(candidate: Candidate) -> Evaluation:
-            evaluation = self.evaluate(candidate)
+        def forecast(candidate: Candidate) -> Evaluation | None:
+            try:
+                evaluation = self.evaluate(candidate)
+            except GraphError:
+                return None
             return evaluation if candidate is candidates[0] else without_program(evaluation)
 
-        return self.layout_costs.parallel_map(forecast, candidates, processes, pack=without_program)
+        return self.layout_costs.parallel_map(forecast, candidates, processes, pack=figures)
 
 
 @dataclass(eq=False)
@@ -311,7 +320,8 @@ class Evaluations:
             return
         evaluations = self.evaluator.evaluate_all(missing, self.processes)
         for candidate, evaluation in zip(missing, evaluations, strict=True):
-            self._prefetched[_key(candidate)] = evaluation
+            if evaluation is not None:
+                self._prefetched[_key(candidate)] = evaluation
 
 
 def _key(candidate: Candidate) -> tuple[object, ...]:

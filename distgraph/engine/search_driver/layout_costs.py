@@ -360,12 +360,13 @@ class LayoutCosts:
         for layers in ((), self.all_layers(micro_batches)):
             _ = self.layered_graph(micro_batches, layers).fold  # before processes are forked
 
-        def make(number: int) -> None:
-            if number == 0 or not self.expired():
-                for key in missing[number]:
+        def make(of_shape: list[VariantKey]) -> None:
+            if of_shape is missing[0] or not self.expired():
+                for key in of_shape:
                     self._solved_variants(key)
 
-        self.parallel_map(make, range(len(missing)), self.processes, serial_seconds=SERIAL_SECONDS)
+        largest_first = sorted(missing, key=lambda of_shape: -len(of_shape[0][2].axes))
+        self.parallel_map(make, largest_first, self.processes, serial_seconds=SERIAL_SECONDS)
 
     def variants(
         self, micro_batches: int, submesh: SubMesh, shape: Shape, restriction: Restriction

@@ -102,7 +102,10 @@ def evaluate_substituted_schedules(state: SearchState) -> Iterator[Event]:
     for schedule in schedules:
         foremost = sorted(_under(state, schedule), key=lambda candidate: candidate.estimate)
         unique = {each.decisions: each for each in foremost if each.decisions not in evaluated}
-        for candidate in list(unique.values())[:FORECASTS]:
+        waiting = list(unique.values())[:FORECASTS]
+        if not state.expired():
+            state.evaluations.prefetch([each for each in waiting if each.estimate <= state.best.seconds])
+        for candidate in waiting:
             if state.expired() or candidate.estimate > state.best.seconds:
                 break
             try:

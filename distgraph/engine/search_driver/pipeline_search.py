@@ -39,7 +39,7 @@ from distgraph.engine.search_driver.stage_search import (
 from distgraph.errors import GraphError, InfeasibleError
 from distgraph.passes.search.inter_op.stages import Stages
 from distgraph.passes.search.inter_op.submesh_placement import SubMesh
-from distgraph.passes.search.intra_op.memory_limit import MemoryLimit, limited
+from distgraph.passes.search.intra_op.memory_limit import MemoryLimit, limited_nodes
 from distgraph.plan.pipeline_schedules import schedule_policy
 
 SLOWER = 1.15
@@ -369,6 +369,6 @@ def _least_bytes(
         for recompute in ((), layout_costs.all_layers(micro_batches)):
             layered = layout_costs.layered_graph(micro_batches, recompute)
             formulation = layout_costs.formulation(layered, devices, shape)
-            yield limited(formulation, formulation.problem, limit).least_peak()[1]
+            yield limited_nodes(formulation, formulation.problem, limit).least_peak()[1]
 
     return min(bounds())

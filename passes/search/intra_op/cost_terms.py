@@ -128,6 +128,9 @@ class TermBuilder:
                 self._add_edge(producer, self.nodes.of_op[reader], cost)
         if value.replaces >= 0:
             self._add_update(number, value, produced)
+        summed = self.fold.ops[value.producer].op.kind == "accumulate"
+        if summed and produced is not None and self.lifetimes.of[number].kind != "none":
+            self._add_sum_copies(number, value, produced)
 
     def _add_storage_edges(self, number: int, value: FoldedValue, produced: Specs | None, times: int) -> None:
         """Edges between the storage node of a value and its producer and readers."""
@@ -146,15 +149,13 @@ class TermBuilder:
         Of a value that is loaded once these are all copies that micro-batches read. Of a forward value they
         are the copies that the backward part reads and that the forward part may read too.
         """
-        node, specs, edges = self.nodes.of_value[number], self.nodes.stored(number), self._terms.edges
+        node, specs = self.nodes.of_value[number], self.nodes.stored(number)
         shared = self._forward_read_specs(value) if value.per_micro else None
         copies = self._terms.activation_copies if value.per_micro else self._terms.fixed_copies
         for (reader, positions), count in value.counts.items():
             strategies, other = self.nodes.strategies(reader), self.nodes.of_op[reader]
             part = self.fold.ops[reader].part
-            key = (node, other) if (node, other) in edges else (other, node)
-            late = part == BACKWARD or (part == FORWARD and not value.per_micro)
-            if not late or key not in edges:
+            if not (part == BACKWARD or (part == FORWARD and not value.per_micro)):
                 continue
             for position in positions:
                 read_specs = strategies.operand_specs[position]
@@ -164,7 +165,41 @@ class TermBuilder:
                 for i, (_, copy) in enumerate(self.nodes.options(number)):
                     if copy is not None:
                         amounts[i, strategies.options_reading(position, copy)] = 0.0
-                copies[key] = copies.get(key, 0.0) + (amounts if key[0] == node else amounts.T)
+                self._add_copies(copies, node, other, amounts)
+
+    def _add_sum_copies(self, number: int, value: FoldedValue, produced: Specs) -> None:
+        """Bytes of the layouts, besides the one that it is summed in, of a sum over all micro-batches.
+
+        It is copied to the layout that a storage node says, if it has one, and to those that ops read.
+        """
+        copies, source, specs = self._terms.fixed_copies, self.nodes.of_op[value.producer], produced
+        if number in self.nodes.of_value:
+            source, specs = self.nodes.of_value[number], self.nodes.stored(number)
+            amounts = len(value.members) * self._copied_bytes(value, produced, specs)
+            self._add_copies(copies, self.nodes.of_op[value.producer], source, amounts)
+        for (reader, positions), count in value.counts.items():
+            strategies, other = self.nodes.strategies(reader), self.nodes.of_op[reader]
+            for position in positions:
+                nbytes = self._copied_bytes(value, specs, strategies.operand_specs[position])
+                self._add_copies(copies, source, other, count * nbytes)
+
+    def _copied_bytes(self, value: FoldedValue, sources: Specs, targets: Specs) -> Floats:
+        """Bytes [sources, targets] of the target where it is a copy: slices are views, and partial values
+        are reduced in place."""
+        held, copied = self._bytes(value, sources)[:, None], self._bytes(value, targets)
+        partial = np.array([bool(spec.partial) for spec in sources])[:, None]
+        in_place = partial & (held == copied)
+        return np.where(in_place | (self._change_seconds(value, sources, targets) <= 0), 0.0, copied)
+
+    def _add_copies(
+        self, copies: dict[tuple[int, int], Floats], first: int, second: int, amounts: Floats
+    ) -> None:
+        """Add bytes [options of the first, options of the second] of copies to those of an edge; there are
+        none without an edge, because they take time."""
+        if (first, second) in self._terms.edges:
+            copies[first, second] = copies.get((first, second), 0.0) + amounts
+        elif (second, first) in self._terms.edges:
+            copies[second, first] = copies.get((second, first), 0.0) + amounts.T
 
     def _forward_read_specs(self, value: FoldedValue) -> set[ShardSpec]:
         """Layouts in which the forward part may read a value."""

@@ -9,10 +9,10 @@ micro-batches in flight, a stage fits where
 
     (sum fixed + l sum activations) / p + scratch(t)  <=  limit     at every time t
 
-so that the uses of the problem are fixed + l activations and p times scratch, within p times the limit. The
-problem does not know copies of values that have no node; where the profile of its choice needs more than the
-limit, it is solved again within as much less, by bisection where nothing is as small, and without such copies
-where that does not help.
+so that the uses of the problem are fixed + l activations and p times scratch, within p times the limit.
+Copies of values that have no node, which depend on two choices, are nodes of the problem within memory (see
+`pair_uses`). It does not know copies in scratch memory; where the profile of its choice needs more than the
+limit, it is solved again within as much less, by bisection where nothing is as small.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import numpy as np
-
+from distgraph.ir.float_arrays import Floats
 from distgraph.passes.search.intra_op.chosen_layouts import Profile
 from distgraph.passes.search.intra_op.formulate import Formulation
+from distgraph.passes.search.solver.pair_uses import with_pair_uses
 from distgraph.passes.search.solver.problem import Problem, Solution, Use
 
-__all__ = ["MemoryLimit", "limited", "solve_within"]
+__all__ = ["MemoryLimit", "limited", "limited_nodes", "solve_within"]
 
 _ROUNDS = 4
 """How often a limit is lowered, at most, until copies without a node fit, too."""
@@ -55,7 +55,17 @@ class MemoryLimit:
 
 
 def limited(formulation: Formulation, problem: Problem, limit: MemoryLimit) -> Problem:
-    """A problem of a formulation with its uses of memory and the limit."""
+    """A problem of a formulation within a limit; nodes behind its own stand for copies without a node."""
+    terms, nbytes = formulation.cost_terms, dict[tuple[int, int], Floats]()
+    for copies, count in ((terms.fixed_copies, 1), (terms.activation_copies, limit.live)):
+        for edge, of_edge in copies.items():
+            nbytes[edge] = nbytes.get(edge, 0.0) + count * of_edge
+    nodes = limited_nodes(formulation, problem, limit)
+    return with_pair_uses(nodes, nbytes, 0, len(formulation.graph.ops) + 1)
+
+
+def limited_nodes(formulation: Formulation, problem: Problem, limit: MemoryLimit) -> Problem:
+    """A problem of a formulation with the uses of memory of its nodes and the limit."""
     terms, end = formulation.cost_terms, len(formulation.graph.ops) + 1
     uses: list[list[Use]] = []
     for fixed, activations in zip(terms.fixed, terms.activations, strict=True):
@@ -90,15 +100,14 @@ def solve_within(
     """
     if limit is None:
         return improve(problem, solve(problem))
-    solution = _lowered(formulation, problem, limit, solve, improve)
-    if solution.choice is None:
-        solution = _lowered(formulation, _without_copies(formulation, problem), limit, solve, improve)
-    return solution
+    within, count = limited(formulation, problem, limit), len(problem.costs)
+    solution = _lowered(formulation, within, limit, solve, improve)
+    return replace(solution, choice=solution.choice and solution.choice[:count])
 
 
 def _lowered(
     formulation: Formulation,
-    problem: Problem,
+    within: Problem,
     limit: MemoryLimit,
     solve: Callable[[Problem], Solution],
     improve: Callable[[Problem, Solution], Solution],
@@ -106,7 +115,7 @@ def _lowered(
     """The best choice of a problem whose profile keeps a limit, by solving it within lower ones."""
     low, high, allowed = -math.inf, limit.nbytes, limit.nbytes
     for _ in range(_ROUNDS):
-        lower = limited(formulation, problem, replace(limit, nbytes=allowed))
+        lower = replace(within, limit=limit.stages * allowed)
         solution = _solved(lower, solve)
         excess = _excess(formulation, solution, limit)
         if excess <= 0 or solution.choice is None:
@@ -116,10 +125,11 @@ def _lowered(
         if excess <= 0 or (solution.choice is None and allowed == limit.nbytes):
             return solution
         if solution.choice is None:
-            low = allowed
+            low, below = allowed, -math.inf
         else:
-            high = allowed
-        allowed = max(allowed - excess, (low + high) / 2)
+            used = lower.peak(solution.choice)[1] / limit.stages
+            high, below = allowed, min(allowed, used) - excess
+        allowed = max(below, (low + high) / 2)
     return _NONE
 
 
@@ -133,12 +143,3 @@ def _excess(formulation: Formulation, solution: Solution, limit: MemoryLimit) ->
     if solution.choice is None:
         return math.inf
     return limit.needed(formulation.profile(solution.choice)) - limit.nbytes
-
-
-def _without_copies(formulation: Formulation, problem: Problem) -> Problem:
-    """A problem that forbids copies without a node that last as long as what they are copies of."""
-    terms, costs = formulation.cost_terms, dict(zip(problem.edges, problem.edge_costs, strict=True))
-    for copies in (terms.fixed_copies, terms.activation_copies):
-        for edge, nbytes in copies.items():
-            costs[edge] = np.where(nbytes > 0, np.inf, costs[edge])
-    return replace(problem, edge_costs=tuple(costs.values()))

@@ -27,7 +27,7 @@ from distgraph.passes.layout_local_search import refine
 from distgraph.passes.redistribution.planner import redistribute_cost
 from distgraph.passes.search.intra_op.cost_model import CostModel
 from distgraph.passes.search.intra_op.formulate import Formulation, Layouts, formulate
-from distgraph.passes.search.intra_op.memory_limit import MemoryLimit, limited
+from distgraph.passes.search.intra_op.memory_limit import MemoryLimit, limited_nodes
 from distgraph.passes.search.layering.layer_sequence import cluster_layers, layering
 from distgraph.passes.search.solver import solve
 from distgraph.passes.search.solver.problem import Problem
@@ -330,7 +330,7 @@ def test_a_limit_is_kept_and_costs_no_more_than_it_must(name: str) -> None:
 
 
 def within(formulation: Formulation, limit: float) -> Problem:
-    return limited(formulation, formulation.problem, MemoryLimit(limit))
+    return limited_nodes(formulation, formulation.problem, MemoryLimit(limit))
 
 
 def chain(sizes: tuple[int, ...]) -> Graph:

@@ -21,7 +21,7 @@ from distgraph.passes.search.intra_op import memory_limit, solve_layouts
 from distgraph.passes.search.intra_op.formulate import formulate
 from distgraph.passes.search.intra_op.memory_limit import MemoryLimit, solve_within
 from distgraph.passes.search.solver import solve
-from distgraph.passes.search.solver.problem import Problem, Solution
+from distgraph.passes.search.solver.problem import Problem, Solution, Use
 from distgraph.plan.constraints import SearchConstraints
 from distgraph.tracing.tracer import Trace
 
@@ -103,25 +103,29 @@ def _unchanged(problem: Problem, solution: Solution) -> Solution:
 
 def test_only_choices_that_fit_are_improved(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also for the better choice, whose profile may exceed the limit: then the first one stays."""
-    formulation = SimpleNamespace(profile=lambda choice: choice)
-    solutions = {8.0: (9.0, 5.0), 7.0: (8.0, 6.0)}  # bytes allowed -> (bytes needed, objective)
-    monkeypatch.setattr(memory_limit, "limited", lambda formulation, problem, limit: limit.nbytes)
+    needs = [9.0, 8.0, 8.5, 7.5]  # bytes of each of four choices
+    formulation = SimpleNamespace(profile=lambda choice: [needs[choice[0]]])
+    solutions = {8.0: (0, 5.0), 7.0: (1, 6.0)}  # bytes allowed -> (choice, objective)
+    uses = ((Use(0, 1, np.full(4, 8.0)),),)
+    problem = Problem("one", (np.zeros(4),), uses=uses, limit=8.0)
+    monkeypatch.setattr(memory_limit, "limited", lambda formulation, problem, limit: problem)
     monkeypatch.setattr(memory_limit, "_solved", lambda problem, solve: solve(problem))
     monkeypatch.setattr(MemoryLimit, "needed", lambda limit, profile: profile[0])
-    improved: list[float] = []
+    improved: list[float | None] = []
 
-    def solve_at(allowed: float) -> Solution:
-        needed, objective = solutions[allowed]
-        return Solution((needed,), objective, 1.0, 0.8, "feasible")
+    def solve_at(within: Problem) -> Solution:
+        assert within.limit is not None
+        choice, objective = solutions[within.limit]
+        return Solution((choice,), objective, 1.0, 0.8, "feasible")
 
-    def improve(needed: float) -> Any:
-        def improve_at(allowed: float, solution: Solution) -> Solution:
-            improved.append(allowed)
-            return Solution((needed,), 2.0, 1.0, 0.5, "feasible")
+    def improve(choice: int) -> Any:
+        def improve_at(within: Problem, solution: Solution) -> Solution:
+            improved.append(within.limit)
+            return Solution((choice,), 2.0, 1.0, 0.5, "feasible")
 
         return improve_at
 
     limit = MemoryLimit(8.0)
-    assert solve_within(formulation, None, limit, solve_at, improve(8.5)).objective == 6.0
-    assert solve_within(formulation, None, limit, solve_at, improve(7.5)).objective == 2.0
+    assert solve_within(formulation, problem, limit, solve_at, improve(2)).objective == 6.0
+    assert solve_within(formulation, problem, limit, solve_at, improve(3)).objective == 2.0
     assert improved == [7.0, 7.0]

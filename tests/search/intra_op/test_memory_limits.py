@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from support.programs.random_programs import Program, programs
-from support.programs.search_cases import MESHES, SLOW, cost_model
+from support.programs.search_cases import MESHES, SLOW, cost_model, task
 from support.search.search_limited import Everything, Limited
 
 from distgraph.passes.search.intra_op.formulate import Formulation, formulate
-from distgraph.passes.search.intra_op.memory_limit import MemoryLimit, limited
+from distgraph.passes.search.intra_op.memory_limit import MemoryLimit, limited_nodes
 from distgraph.passes.search.solver import solve
 from distgraph.passes.search.solver.problem import Problem
 
@@ -50,7 +51,7 @@ def test_within_every_limit_equals_brute_force(
 
 
 def within(formulation: Formulation, limit: float) -> Problem:
-    return limited(formulation, formulation.problem, MemoryLimit(limit))
+    return limited_nodes(formulation, formulation.problem, MemoryLimit(limit))
 
 
 def is_infeasible(formulation: Formulation, every: Everything, limit: float) -> None:
@@ -62,3 +63,25 @@ def is_infeasible(formulation: Formulation, every: Everything, limit: float) -> 
     assert found.time in short
     assert 0 < found.missing <= short[found.time] * (1 + 1e-9)
     assert f"at time {found.time} every choice uses" in found.message
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("name", ["mlp", "gpt"])
+def test_the_bytes_of_a_choice_are_no_fewer_than_it_holds(name: str, micro: int) -> None:
+    """Nodes and copies together, for any choice: those of the step and those of activations."""
+    graph = task(name).graph(micro=micro)
+    formulation = formulate(graph, MESHES[2], cost_model(SLOW))
+    terms, rng = formulation.cost_terms, np.random.default_rng(0)
+    copied = 0
+    for _ in range(50):
+        choice = [rng.choice(np.flatnonzero(np.isfinite(costs))) for costs in formulation.problem.costs]
+        profile = formulation.profile(choice)
+        for nodes, copies, held in (
+            (terms.fixed, terms.fixed_copies, profile.fixed),
+            (terms.activations, terms.activation_copies, profile.activations),
+        ):
+            alone = sum(float(nbytes[each]) for nbytes, each in zip(nodes, choice, strict=True))
+            besides = sum(float(nbytes[choice[i], choice[j]]) for (i, j), nbytes in copies.items())
+            assert held.sum() <= (alone + besides) * (1 + 1e-9)
+            copied += held.sum() > alone * (1 + 1e-9)
+    assert copied

@@ -143,9 +143,10 @@ def evaluate_zero(state: SearchState) -> Iterator[Event]:
             continue
         split = split_by_data_axes(evaluation.completed(layout_costs))
         candidate = replace(evaluation.candidate, origin="search")
-        for level in levels:
-            if split >= _NEEDED_SPLIT[level]:
-                yield state.record(state.evaluations.evaluate(replace(candidate, zero=level)))
+        candidates = [replace(candidate, zero=n) for n in levels if split >= _NEEDED_SPLIT[n]]
+        state.evaluations.prefetch(candidates)
+        for each in candidates:
+            yield state.record(state.evaluations.evaluate(each))
 
 
 def evaluate_context_parallel(state: SearchState) -> Iterator[Event]:

@@ -19,6 +19,7 @@ from distgraph.engine.search_driver.evaluations import (
     Evaluation,
     Evaluations,
     evaluation_of,
+    figures,
     without_program,
 )
 from distgraph.engine.search_driver.explain.decisions import (
@@ -200,9 +201,9 @@ class Explainer:
         def forecast(choice: OtherChoice) -> Evaluation | None:
             other = with_choice(best, choice, self.layout_costs)
             evaluation = None if other is None else evaluation_of(other)
-            return evaluation if choice is choices[0] else _figures(evaluation)
+            return evaluation if choice is choices[0] else figures(evaluation)
 
-        return self.layout_costs.parallel_map(forecast, choices, self.evaluations.processes, pack=_figures)
+        return self.layout_costs.parallel_map(forecast, choices, self.evaluations.processes, pack=figures)
 
     def _of_layers(self, best: BuiltCandidate) -> Generator[str | Evaluation, None, BuiltCandidate | None]:
         """Other choices for layers, first those that the search found nearest; one that is faster, if any."""
@@ -277,7 +278,3 @@ class Explainer:
 
 def _without_program(result: Plan | Changed | None) -> Plan | Changed | None:
     return result.without_program() if isinstance(result, Changed) else result
-
-
-def _figures(evaluation: Evaluation | None) -> Evaluation | None:
-    return None if evaluation is None else without_program(evaluation)
