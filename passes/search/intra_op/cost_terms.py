@@ -13,6 +13,7 @@ import numpy as np
 
 from distgraph.ir.dtypes import itemsize
 from distgraph.ir.float_arrays import Floats
+from distgraph.ir.graph import SOURCES
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import ShardSpec
 from distgraph.passes.search.intra_op.cost_model import CostModel
@@ -146,16 +147,19 @@ class TermBuilder:
     def _add_copy_bytes(self, number: int, value: FoldedValue) -> None:
         """Bytes of copies that are made for readers and outlive the task that makes them.
 
-        Of a value that is loaded once these are all copies that micro-batches read. Of a forward value they
-        are the copies that the backward part reads and that the forward part may read too.
+        Of a source that is loaded once these are all copies, of other values that depend on no micro-batch
+        those that micro-batches read. Of a forward value they are the copies that the backward part reads and
+        that the forward part may read too.
         """
         node, specs = self.nodes.of_value[number], self.nodes.stored(number)
         shared = self._forward_read_specs(value) if value.per_micro else None
+        source = self.fold.ops[value.producer].op.kind in SOURCES
         copies = self._terms.activation_copies if value.per_micro else self._terms.fixed_copies
         for (reader, positions), count in value.counts.items():
             strategies, other = self.nodes.strategies(reader), self.nodes.of_op[reader]
             part = self.fold.ops[reader].part
-            if not (part == BACKWARD or (part == FORWARD and not value.per_micro)):
+            loaded = not value.per_micro and (part == FORWARD or source)
+            if not (part == BACKWARD or loaded):
                 continue
             for position in positions:
                 read_specs = strategies.operand_specs[position]

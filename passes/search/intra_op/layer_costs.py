@@ -179,8 +179,9 @@ class LayerCosts:
     def _add_copy_bytes(self, value: FoldedValue, storage: ShardSpec) -> None:
         """Bytes of the other layouts in which a value is read.
 
-        A copy that the forward and the backward part read lasts from one to the other; any other copy is
-        scratch memory.
+        A copy that the forward and the backward part read lasts from one to the other. What depends on no
+        micro-batch, such as a parameter in the layout of its update, is copied when a step begins, and stays.
+        Any other copy is scratch memory.
         """
         readers: dict[ShardSpec, list[FoldedOp]] = {}
         for reader, positions in value.counts:
@@ -197,7 +198,8 @@ class LayerCosts:
                 continue  # a slice is a view
             parts = {op.part for op in ops}
             summed = producer.op.kind == "accumulate"  # the final sum is copied once, for the update
-            if summed or (not value.per_micro and parts & {FORWARD, BACKWARD}):
+            loaded = not value.per_micro and (parts & {FORWARD, BACKWARD} or producer.op.kind in SOURCES)
+            if summed or loaded:
                 self._add(self.totals.fixed, producer.layers, nbytes)
             elif value.per_micro and producer.part == FORWARD and BACKWARD in parts and FORWARD in parts:
                 self._add(self.totals.activations, producer.layers, nbytes)

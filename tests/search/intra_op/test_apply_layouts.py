@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -14,6 +15,7 @@ from distgraph import optim
 from distgraph.errors import ShardingError
 from distgraph.ir.graph import Graph
 from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
 from distgraph.ir.verifier import verify
 from distgraph.passes.complete import complete
 from distgraph.passes.pass_pipeline import pipeline
@@ -167,3 +169,19 @@ def test_memory_of_a_whole_step_is_that_of_the_runtime(name: str, mesh: ProcessM
     fixed = memory.parameters + memory.gradients + memory.states + memory.inputs
     assert profile.activations.sum() == memory.activations
     assert abs(profile.fixed.sum() - fixed) <= scalars
+
+
+def test_memory_of_parameters_that_are_stored_otherwise_than_their_states() -> None:
+    """The update reads a copy of each parameter, made when the step begins, and one of its gradient."""
+    mesh, graph = MESHES[0], task("mlp").graph(2, OPTIMIZER)
+    specs = {"param": ShardSpec.of(["x", None]), "state": ShardSpec.of([None, "x"])}
+    matrices = [op for op in graph.sources("param", "state") if len(op.result.shape) == 2]
+    attrs = {op.name: DistAttr(mesh, specs[op.kind], Origin("user", "x")) for op in matrices}
+    formulation = formulate(replace(graph, attrs=attrs), mesh, cost_model(1.0))
+    choice = chosen(formulation, "best")
+    (memory,) = forecast_of(formulation, choice, 1.0).memory.values()
+    scalars = sum(8 for op in graph.ops for v in op.results if not v.shape)
+    copies = 2 * sum(op.result.nbytes // 2 for op in matrices if op.kind == "param")
+    fixed = memory.parameters + memory.gradients + memory.states + memory.inputs
+    assert abs(formulation.profile(choice).fixed.sum() - fixed - copies) <= scalars
+    assert memory.temporary >= copies
