@@ -1,11 +1,10 @@
-"""Convolution in one to three spatial dims, channels first, as im2col and GEMMs by blocks of samples."""
+"""Convolution in one to three spatial dims, channels first: in float32 on NumPy by compiled loops without
+copies of windows (`windows/window_products.py`), elsewhere as im2col and GEMMs by blocks of samples."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from itertools import product
+from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -13,35 +12,21 @@ import numpy as np
 
 from distgraph.errors import GraphError
 from distgraph.kernels._common import Array, Namespace, computed_in_f32, empty, store
-
-_CACHE_COLUMNS = 1 << 18
-"""Elements of the im2col block on a CPU: 1 MiB of float32, a second-level cache."""
-_DEVICE_COLUMNS = 1 << 28
-"""The same on a GPU: 1 GiB of float32."""
+from distgraph.kernels.windows.window import (
+    ALL,
+    Window,
+    blocks,
+    gather,
+    padded,
+    padded_size,
+    positions,
+    spread,
+    window_of,
+)
+from distgraph.kernels.windows.window_products import convolve, kernel_gradient, multiplies_windows
 
 _ADDED = 2
 """Copies of an element that take as long as adding one to where it came from (NumPy, rows of 14 to 56)."""
-
-ALL = slice(None)
-
-Pads = tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Window:
-    """Where a kernel lies over its input: sizes, per spatial dim."""
-
-    kernel: tuple[int, ...]
-    stride: tuple[int, ...]
-    padding: Pads
-    dilation: tuple[int, ...]
-    input: tuple[int, ...]
-    output: tuple[int, ...]
-
-    @property
-    def plain(self) -> bool:
-        """A 1 x 1 kernel that moves by one: the input is its own im2col."""
-        return prod(self.kernel) == 1 and prod(self.stride) == 1 and not any(a or b for a, b in self.padding)
 
 
 def patches(
@@ -54,7 +39,7 @@ def patches(
     dilation: Sequence[int],
 ) -> tuple[float, float]:
     """Number of elements of the windows that a kernel multiplies or adds up, and of their contiguous rows. On
-    NumPy it copies only some of them, see `_columns`.
+    NumPy it copies only some of them, see `_columns`, or none, see `windows/window_products.py`.
 
     Args:
         what: conv, whose input may be its own im2col (then there are none), or a gradient of it.
@@ -67,90 +52,6 @@ def patches(
         return 0.0, 0.0
     elements = prod(x[:2]) * prod(w[2:]) * prod(y[2:])
     return float(elements), elements / y[-1]
-
-
-def window_of(
-    what: str,
-    size: Sequence[int],
-    kernel: Sequence[int],
-    stride: Sequence[int] | int = 1,
-    padding: Sequence[Sequence[int]] | int = 0,
-    dilation: Sequence[int] | int = 1,
-) -> Window:
-    """Check and complete the attributes of a convolution or a pooling; one number stands for all spatial
-    dims.
-
-    Raises:
-        GraphError: wrong number of dims, or the window does not fit in the padded input.
-    """
-    n = len(size)
-    strides = (stride,) * n if isinstance(stride, int) else tuple(stride)
-    dilations = (dilation,) * n if isinstance(dilation, int) else tuple(dilation)
-    pads: Pads = (
-        ((padding, padding),) * n if isinstance(padding, int) else tuple((p[0], p[1]) for p in padding)
-    )
-    if not len(kernel) == len(strides) == len(dilations) == len(pads) == n:
-        raise GraphError(
-            f"{what}: input has {n} spatial dims but window {tuple(kernel)}, stride {strides}, "
-            f"padding {pads}, dilation {dilations}; give one entry for each dim"
-        )
-    out = tuple(
-        (i + a + b - d * (k - 1) - 1) // s + 1
-        for i, k, s, (a, b), d in zip(size, kernel, strides, pads, dilations, strict=True)
-    )
-    if min(out, default=1) < 1:
-        raise GraphError(
-            f"{what}: window {tuple(kernel)} does not fit in input {tuple(size)} with padding {pads}"
-        )
-    return Window(tuple(kernel), strides, pads, dilations, tuple(size), out)
-
-
-def padded(xp: Namespace, x: Array, window: Window, value: float = 0.0) -> Array:
-    """``x`` with its spatial dims padded; ``x`` itself where there is nothing to pad."""
-    if not any(a or b for a, b in window.padding):
-        return x
-    wide = xp.full((*x.shape[:2], *padded_size(window)), value, x.dtype)  # `xp.pad` does the same, slower
-    wide[_inside(window)] = x
-    return wide
-
-
-def spread(xp: Namespace, dx: Array, window: Window) -> Array:
-    """Zeros of the shape of a block of inputs with its padding: ``dx`` itself where there is none."""
-    if any(a or b for a, b in window.padding):
-        return xp.zeros((*dx.shape[:2], *padded_size(window)), dx.dtype)
-    dx[...] = 0
-    return dx
-
-
-def gather(dx: Array, wide: Array, window: Window) -> None:
-    """dx = ``wide``, made by `spread`, without its padding."""
-    if wide is not dx:
-        dx[...] = wide[_inside(window)]
-
-
-def padded_size(window: Window) -> tuple[int, ...]:
-    """Lengths of the spatial dims of the input with its padding."""
-    return tuple(i + a + b for i, (a, b) in zip(window.input, window.padding, strict=True))
-
-
-def _inside(window: Window) -> tuple[slice, ...]:
-    """Index of the input in itself padded."""
-    return ALL, ALL, *(slice(a, a + i) for i, (a, _) in zip(window.input, window.padding, strict=True))
-
-
-@lru_cache(maxsize=1024)
-def positions(window: Window) -> tuple[tuple[tuple[int, ...], tuple[slice, ...]], ...]:
-    """Each place in the window, with the slices of the padded input that it meets over all outputs."""
-    spaced = tuple(zip(window.dilation, window.output, window.stride, strict=True))
-    return tuple(
-        (
-            place,
-            tuple(
-                slice(p * d, p * d + (o - 1) * s + 1, s) for p, (d, o, s) in zip(place, spaced, strict=True)
-            ),
-        )
-        for place in product(*(range(k) for k in window.kernel))
-    )
 
 
 def lines_apart(xp: Namespace, window: Window) -> bool:
@@ -214,18 +115,6 @@ def _by_lines(w: Array, groups: int, apart: bool) -> Array:
     return lines.reshape(w.shape[2], groups, outputs, w.shape[1] * prod(w.shape[3:]))
 
 
-def block_samples(samples: int, area: int, budget: int = _CACHE_COLUMNS) -> int:
-    """Samples of a block whose temporaries, ``area`` elements a sample, fit the budget; at least one."""
-    return max(1, min(samples, budget // max(1, area)))
-
-
-def blocks(xp: Namespace, samples: int, area: int) -> Iterator[slice]:
-    """Blocks of samples, see `block_samples`: only they are padded, spread out and multiplied at once."""
-    step = block_samples(samples, area, _CACHE_COLUMNS if xp is np else _DEVICE_COLUMNS)
-    for n in range(0, samples, step):
-        yield slice(n, min(n + step, samples))
-
-
 def _check_channels(what: str, channels: int, w_shape: Sequence[int], groups: int) -> None:
     if groups < 1 or channels != w_shape[1] * groups or w_shape[0] % groups:
         raise GraphError(
@@ -277,6 +166,9 @@ def convolve_area(window: Window, channels: int, made: int, *, apart: bool) -> i
 def _convolve(xp: Namespace, x: Array, w: Array, window: Window, groups: int, y: Array) -> None:
     """y = `conv` of x and w."""
     samples, channels, made = x.shape[0], x.shape[1], w.shape[0]
+    if multiplies_windows(xp, (x, w), window, w.shape, groups):
+        convolve(x, w, window, groups, y)
+        return
     apart = sums_lines(xp, window, x.shape, w.shape)
     weights = _by_lines(w, groups, apart)
     target = y.reshape(samples, groups, made // groups, prod(window.output))
@@ -311,7 +203,7 @@ def conv_grad_input(
     _check_channels("conv_grad_input", input_shape[1], w.shape, groups)
     window = window_of("conv_grad_input", input_shape[2:], w.shape[2:], **steps)
     dx = empty(xp, out, input_shape, dy.dtype)
-    turned = turned_window(xp, window, dy.shape, w.shape, groups)
+    turned = turned_window(xp, window, dy, w, groups)
     if turned is None:
         _add_columns(xp, dy, w, window, groups, dx)
     else:
@@ -319,9 +211,7 @@ def conv_grad_input(
     return store(xp, dx, out)
 
 
-def turned_window(
-    xp: Namespace, window: Window, dy: Sequence[int], w: Sequence[int], groups: int
-) -> Window | None:
+def turned_window(xp: Namespace, window: Window, dy: Array, w: Array, groups: int) -> Window | None:
     """The window of the convolution of dy with the turned kernel that is the gradient of a convolution; None
     where columns are to be added instead: for steps of several places, and where the turned kernel, or the
     columns of dy, would be the larger ones.
@@ -330,11 +220,14 @@ def turned_window(
     pads = tuple((r - a, r - b) for r, (a, b) in zip(reach, window.padding, strict=True))
     if xp is not np or prod(window.stride) > 1 or min(map(min, pads)) < 0:
         return None
-    if dy[1] // groups > dy[0] * prod(window.output):
-        return None
     turned = Window(window.kernel, window.stride, pads, window.dilation, window.output, window.input)
-    kernel = turned_shape(w, groups)
-    copied = convolve_area(turned, dy[1], kernel[0], apart=sums_lines(xp, turned, dy, kernel))
+    kernel = turned_shape(w.shape, groups)
+    if multiplies_windows(xp, (dy, w), turned, kernel, groups):
+        return turned
+    if dy.shape[1] // groups > dy.shape[0] * prod(window.output):
+        return None
+    apart = sums_lines(xp, turned, dy.shape, kernel)
+    copied = convolve_area(turned, dy.shape[1], kernel[0], apart=apart)
     return turned if copied <= _ADDED * kernel[0] * prod((*window.kernel, *window.output)) else None
 
 
@@ -385,7 +278,10 @@ def conv_grad_weight(
     """
     _check_channels("conv_grad_weight", x.shape[1], kernel_shape, groups)
     window = window_of("conv_grad_weight", x.shape[2:], kernel_shape[2:], **steps)
-    if multiplies_samples(xp, window, kernel_shape[0] // groups):
+    if multiplies_windows(xp, (x, dy), window, kernel_shape, groups):
+        dw = empty(xp, out, kernel_shape, x.dtype)
+        kernel_gradient(x, dy, window, groups, dw)
+    elif multiplies_samples(xp, window, kernel_shape[0] // groups):
         dw = _sum_of_samples(xp, x, dy, window, groups)
     else:
         dw = _sum_of_blocks(xp, x, dy, window, groups)

@@ -21,8 +21,6 @@ from distgraph.kernels._common import Array, is_half
 from distgraph.kernels._jit import FUSED_MIN_SIZE
 from distgraph.kernels.attention import largest_tile
 from distgraph.kernels.conv import (
-    Window,
-    block_samples,
     convolve_area,
     lines_apart,
     multiplies_samples,
@@ -30,9 +28,14 @@ from distgraph.kernels.conv import (
     turned_shape,
     turned_window,
     weight_area,
-    window_of,
 )
 from distgraph.kernels.matmul import einsum_workspace, is_blas_ready, matmul_workspace
+from distgraph.kernels.windows.window import Window, block_samples, window_of
+from distgraph.kernels.windows.window_products import (
+    convolution_workspace,
+    gradient_workspace,
+    multiplies_windows,
+)
 
 __all__ = [
     "argument", "attention", "attention_from", "attention_grad", "avg_pool_grad", "contiguous", "conv",
@@ -155,24 +158,30 @@ def attention_grad(
 
 
 def conv(x: Array, w: Array, *, groups: int = 1, **steps: Any) -> int:
-    """A block of samples with its padding, its columns (im2col), and products that are to be summed."""
+    """What compiled loops take; or a block of samples with its padding, its columns (im2col), and products
+    that are to be summed."""
     window = window_of("conv", x.shape[2:], w.shape[2:], **steps)
-    return int(x.itemsize * _convolved(window, x.shape, w.shape))
+    return int(x.itemsize * _convolved((x, w), window, w.shape, groups))
 
 
-def _convolved(window: Window, x: Sequence[int], w: Sequence[int]) -> int:
-    apart = sums_lines(np, window, x, w)
-    area = convolve_area(window, x[1], w[0], apart=apart)
+def _convolved(operands: tuple[Array, Array], window: Window, w: Sequence[int], groups: int) -> int:
+    x, _ = operands
+    if multiplies_windows(np, operands, window, w, groups):
+        copied = sum(a.size for a in operands if not a.flags.c_contiguous)
+        return int(convolution_workspace(window, x.shape, w) + copied)
+    apart = sums_lines(np, window, x.shape, w)
+    area = convolve_area(window, x.shape[1], w[0], apart=apart)
     by_lines = prod(w) if apart else 0  # the kernel in another order
-    return block_samples(x[0], area) * (area + _padded(x, window.padding)) + by_lines
+    return block_samples(x.shape[0], area) * (area + _padded(x.shape, window.padding)) + by_lines
 
 
 def conv_grad_input(dy: Array, w: Array, *, input_shape: Sequence[int], groups: int = 1, **steps: Any) -> int:
     """What a convolution takes, and the turned kernel; or columns of a block, and it with its padding."""
     window = window_of("conv", input_shape[2:], w.shape[2:], **steps)
-    turned = turned_window(np, window, dy.shape, w.shape, groups)
+    turned = turned_window(np, window, dy, w, groups)
     if turned is not None:
-        return int(dy.itemsize * (w.size + _convolved(turned, dy.shape, turned_shape(w.shape, groups))))
+        kernel = turned_shape(w.shape, groups)
+        return int(dy.itemsize * (w.size + _convolved((dy, w), turned, kernel, groups)))
     columns = input_shape[1] * prod(window.kernel) * prod(window.output)
     samples = block_samples(dy.shape[0], columns)
     return int(dy.itemsize * samples * (columns + _padded(input_shape, window.padding)))
@@ -181,8 +190,11 @@ def conv_grad_input(dy: Array, w: Array, *, input_shape: Sequence[int], groups: 
 def conv_grad_weight(
     x: Array, dy: Array, *, kernel_shape: Sequence[int], groups: int = 1, **steps: Any
 ) -> int:
-    """A block with its padding, its columns, products or gradients in the order of columns, sum and term."""
+    """What compiled loops take; or a block with its padding, its columns, products or gradients in the order
+    of columns, sum and term."""
     window = window_of("conv", x.shape[2:], kernel_shape[2:], **steps)
+    if multiplies_windows(np, (x, dy), window, kernel_shape, groups):
+        return int(x.itemsize * gradient_workspace(window, x.shape, kernel_shape, groups))
     if multiplies_samples(np, window, kernel_shape[0] // groups):
         area = weight_area(x.shape[1], dy.shape[1], window, groups, lines_apart(np, window))
         block = block_samples(x.shape[0], area) * (area + _padded(x.shape, window.padding))

@@ -34,8 +34,10 @@ from distgraph.ir.op_registry import (
     flops,
 )
 from distgraph.kernels import conv as kernels
-from distgraph.kernels import pooling, workspace
+from distgraph.kernels import workspace
 from distgraph.kernels._common import store
+from distgraph.kernels.windows import pooling
+from distgraph.kernels.windows.window import window_of
 from distgraph.ops.contraction import as_tensors, product_dtype
 from distgraph.ops.normalization import require_float
 from distgraph.tracing.tensor import Tensor, emit_one
@@ -100,7 +102,7 @@ def _options(attrs: Attrs) -> dict[str, Any]:
 
 
 def _output(x: Shape, w: Shape, attrs: Attrs) -> Shape:
-    window = kernels.window_of("conv", x[2:], w[2:], **_options(attrs))
+    window = window_of("conv", x[2:], w[2:], **_options(attrs))
     return (x[0], w[0], *window.output)
 
 
@@ -296,7 +298,7 @@ define(
 
 def _pool_output(x: Shape, attrs: Attrs, what: str) -> Shape:
     steps = {"stride": attrs["stride"], "padding": attrs["padding"]}
-    return (*x[:2], *kernels.window_of(what, x[2:], attrs["window"], **steps).output)
+    return (*x[:2], *window_of(what, x[2:], attrs["window"], **steps).output)
 
 
 def _infer_pool(what: str) -> Any:

@@ -11,7 +11,8 @@ import scipy.signal
 import scipy.special
 
 from distgraph.errors import GraphError
-from distgraph.kernels import attention, conv, matmul, pooling
+from distgraph.kernels import attention, conv, matmul
+from distgraph.kernels.windows import pooling
 
 RNG = np.random.default_rng(4)
 

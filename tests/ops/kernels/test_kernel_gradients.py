@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from distgraph.kernels import activation, attention, conv, embedding, loss, norm, pooling, softmax
+from distgraph.kernels import activation, attention, conv, embedding, loss, norm, softmax
 from distgraph.kernels import random as rnd
+from distgraph.kernels.windows import pooling
 
 RNG = np.random.default_rng(9)
 

@@ -18,10 +18,10 @@ from distgraph.kernels import (
     matmul,
     norm,
     optimizer,
-    pooling,
     softmax,
 )
 from distgraph.kernels import random as rnd
+from distgraph.kernels.windows import pooling
 
 KEY = rnd.random_key(11, "kernel cases")
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from distgraph.kernels import conv, pooling
+from distgraph.kernels import conv
+from distgraph.kernels.windows import pooling
 
 _RNG = np.random.default_rng(3)
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from distgraph.kernels._common import Array, Namespace, computed_in_f32, empty, flat, store
 from distgraph.kernels._jit import jit, pays
-from distgraph.kernels.conv import (
+from distgraph.kernels.windows.window import (
     ALL,
     Window,
     blocks,
