@@ -86,6 +86,8 @@ CHECKED_LATER = "checked by the function that is called"
 
 def is_integer(number: object) -> bool:
     """Whether an object is a whole number of Python or NumPy, and no bool."""
+    if type(number) is int:  # nearly all are
+        return True
     return isinstance(number, (int, np.integer)) and not isinstance(number, bool)
 
 
@@ -214,16 +216,17 @@ def _checked(function: Any, subject: str, error: type[DistGraphError]) -> Any:
     code = inspect.unwrap(function).__code__
     names = code.co_varnames[: code.co_argcount]
     checks: dict[str, Check] = {}
-    by_position: list[Check] = []
+    by_position: list[tuple[int, Callable[[Any], bool]]] = []  # of what is given by position, what is checked
     is_constructor = function.__name__ == "__init__"
 
     @functools.wraps(function)
     def checking(*args: Any, **kwargs: Any) -> Any:
         if not checks:
             checks.update(_checks_of(function))
-            by_position[:] = [checks.get(name, _ANYTHING) for name in names]
-        for check, argument in zip(by_position, args, strict=False):
-            if not check.holds(argument):
+            by_position[:] = [(i, checks[name].holds) for i, name in enumerate(names) if name in checks]
+        given = len(args)
+        for position, holds in by_position:
+            if position < given and not holds(args[position]):
                 refuse(args, kwargs)
         for name, argument in kwargs.items():
             if not checks.get(name, _ANYTHING).holds(argument):
@@ -322,7 +325,17 @@ def _bounded(base: Check, bounds: Sequence[Any]) -> Check:
     bounds = [bound for bound in bounds if isinstance(bound, Bounds)]
     limits = " and ".join(filter(None, map(str, bounds)))
     words = f"{base.words} {limits}" if limits else base.words.replace("a ", "a finite ", 1)
-    return Check(lambda x: base.holds(x) and all(bound.hold(x) for bound in bounds), words)
+    is_closed = all(bound.above is None and bound.below is None for bound in bounds)
+    is_range = is_closed and base in (_PLAIN[int], _PLAIN[float])
+    least = max((bound.least for bound in bounds), default=-math.inf)
+    most = min((bound.most for bound in bounds), default=math.inf)
+
+    def holds(argument: Any) -> bool:
+        if is_range and type(argument) is int:  # nearly all are
+            return least <= argument <= most
+        return base.holds(argument) and all(bound.hold(argument) for bound in bounds)
+
+    return Check(holds, words)
 
 
 def _any_of(checks: Sequence[Check]) -> Check:
@@ -345,8 +358,10 @@ def _is_sequence(argument: Any) -> bool:
 
 
 def _items(item: Check) -> Check:
-    words = "a list" if item is _ANYTHING else f"a list (each item: {item.words})"
-    return Check(lambda x: _is_sequence(x) and all(map(item.holds, x)), words)
+    if item is _ANYTHING:
+        return Check(_is_sequence, "a list")
+    holds = item.holds
+    return Check(lambda x: _is_sequence(x) and all(map(holds, x)), f"a list (each item: {item.words})")
 
 
 def _fields(checks: Sequence[Check]) -> Check:
