@@ -52,6 +52,10 @@ class _Refiner:
         self.nodes, self.edges = self.space.nodes, self.space.edges
         self.split = self.space.layouts.split
         self.values = ValueCosts(self.space.kinds, self.space.layouts, price)
+        options = [node.options for node in self.nodes]
+        # value -> (op, position of the value, layouts by option) of its producer, and of each of its readers
+        self.producers = [(e.producer, e.position, options[e.producer].produced) for e in self.edges]
+        self.readers = [[(op, at, options[op].read) for op, at in e.readers] for e in self.edges]
         self.failed: set[object] = set()
         self.budget = budget
         self.compared = 0  # options of ops that were compared
@@ -64,17 +68,14 @@ class _Refiner:
 
     def produced(self, value: int) -> int:
         """Layout in which a value is produced."""
-        edge = self.edges[value]
-        return self.nodes[edge.producer].options.produced[self.choice[edge.producer]][edge.position]
+        producer, position, layouts = self.producers[value]
+        return layouts[self.choice[producer]][position]
 
     def key(self, value: int, read: set[int] | None = None) -> Key:
         """The key of a value under the current choices; `read` replaces the layouts in which it is read."""
-        edge = self.edges[value]
+        edge, choice = self.edges[value], self.choice
         if read is None:
-            read = {
-                self.nodes[reader].options.read[self.choice[reader]][operand]
-                for reader, operand in edge.readers
-            }
+            read = {layouts[choice[reader]][operand] for reader, operand, layouts in self.readers[value]}
         if edge.replaces >= 0:
             read.add(self.produced(edge.replaces))
         return edge.kind, self.produced(value), tuple(sorted(read))
@@ -191,8 +192,8 @@ class _Refiner:
             made = self.produced(value) if place[0] < 0 else -1
             replaced = self.produced(edge.replaces) if edge.replaces >= 0 > place[1] else -1
             read = {
-                self.nodes[reader].options.read[self.choice[reader]][operand]
-                for reader, operand in edge.readers
+                layouts[self.choice[reader]][operand]
+                for reader, operand, layouts in self.readers[value]
                 if reader != number
             }
             around.append((edge.kind, edge.times, place, made, replaced, *sorted(read)))
@@ -226,8 +227,8 @@ class _Refiner:
         """Whether no message carries the value between its ops and those in `moved` (others may follow)."""
         edge = self.edges[value]
         read = {
-            self.nodes[reader].options.read[self.choice[reader]][operand]
-            for reader, operand in edge.readers
+            layouts[self.choice[reader]][operand]
+            for reader, operand, layouts in self.readers[value]
             if reader == end or reader in moved
         }
         if edge.producer != end and edge.producer not in moved:
@@ -357,7 +358,7 @@ def refined(graph: Graph, price: Price = wire_price, budget: float = BUDGET) -> 
     refiner = _Refiner(graph, multiplicity(graph), price, budget)
     refiner.run()
     ops = [
-        replace(op, layout=node.options.layouts[option])
+        op.with_layout(node.options.layouts[option])
         for op, node, option in zip(graph.ops, refiner.nodes, refiner.choice, strict=True)
     ]
     attrs = {}

@@ -189,7 +189,7 @@ class ValueCosts:
                 if fetches(held, attr):
                     total += copy_cost(value.shape, value.size, held, attr)
                     continue
-            targets[self.layouts.number(attr)] = None
+            targets[self.layouts.number(attr) if windows else number] = None
         for number in targets:
             attr = self.layouts.reads[number][0]
             total += self._change_cost(kind, stored, number) + copy_cost(value.shape, value.size, held, attr)
@@ -217,7 +217,7 @@ class ValueCosts:
                 if fetches(held, attr):
                     continue
                 total += self._window_cost(kind, number)
-            targets[self.layouts.number(attr)] = None
+            targets[self.layouts.number(attr) if windows else number] = None
         return total + sum(self._change_bound(kind, stored, number) for number in targets)
 
     def _window_cost(self, kind: int, number: int) -> float:
