@@ -151,7 +151,7 @@ def _assemble(
                     spec = ShardSpec(dims, tuple((a, "sum") for a in axes))
                 attr = DistAttr(mesh, spec, _origin(sharding, op))
             attrs[value.name] = attr
-        ops.append(replace(op, layout=_layout_of(op, mesh, layouts[op.name], deferred, attrs, layouts)))
+        ops.append(op.with_layout(_layout_of(op, mesh, layouts[op.name], deferred, attrs, layouts)))
     lost = tuple(shardings.lost[key] for key in sorted(shardings.lost))
     return graph.with_ops(ops, attrs=attrs, lost=lost)
 

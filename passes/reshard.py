@@ -114,9 +114,11 @@ class _Program:
 
     def _operand(self, op: Op, position: int) -> Value:
         """An operand in the layout in which an op reads it."""
-        value, layout = op.operands[position], _read_layout(op, position)
-        if self.attrs[value.name] == layout:
-            return value
+        value = op.operands[position]
+        stored = self.attrs[value.name]
+        if stored.mesh == operand_mesh(op, position) and stored.spec == operand_layout(op, position):
+            return value  # as most are
+        layout = _read_layout(op, position)
         arrival = self.arrivals.get((value.name, layout.mesh), layout)
         arrived = self._copy(op, value, arrival, value)
         return arrived if arrival == layout else self._copy(op, value, layout, arrived)
@@ -144,7 +146,7 @@ def _without_unit_axes(graph: Graph) -> Graph:
         name: replace(attr, spec=without_unit_axes(attr.spec, attr.mesh))
         for name, attr in graph.attrs.items()
     }
-    ops = (op if op.layout is None else replace(op, layout=op.layout.without_unit_axes) for op in graph.ops)
+    ops = (op if op.layout is None else op.with_layout(op.layout.without_unit_axes) for op in graph.ops)
     return graph.with_ops(ops, attrs=attrs)
 
 
@@ -215,15 +217,15 @@ def _results(op: Op, attrs: dict[str, DistAttr]) -> tuple[tuple[Value, ...], lis
         return op.results, []
     results, after = [], []
     for position, value in enumerate(op.results):
-        origin = Origin("op", f"%{op.name} {op.kind}")
-        produced = DistAttr(result_mesh(op, position), result_layout(op, position), origin)
-        if attrs[value.name] == produced:
+        mesh, spec, stored = result_mesh(op, position), result_layout(op, position), attrs[value.name]
+        if stored.mesh == mesh and stored.spec == spec:
             results.append(value)
             continue
+        produced = DistAttr(mesh, spec, Origin("op", f"%{op.name} {op.kind}"))
         raw = replace(value, name=f"{value.name}.raw")
         attrs[raw.name] = produced
         results.append(raw)
-        after.append(_reshard_op(op, raw, value, attrs[value.name]))
+        after.append(_reshard_op(op, raw, value, stored))
     return tuple(results), after
 
 

@@ -95,6 +95,13 @@ class Op:
         """Whether the user's task says where the op runs; what moves data follows its operand."""
         return bool(self.task) and not self.moves_data
 
+    def with_layout(self, layout: OpLayout | None) -> Op:
+        """The same op under another layout. It keeps the rule, which depends on no layout."""
+        fields = self.attrs, self.role, self.scope, self.source, self.link, layout, self.task
+        op = Op(self.kind, self.operands, self.results, *fields)
+        object.__setattr__(op, "_rule", self._rule)
+        return op
+
     def __str__(self) -> str:
         where = f" ({self.source})" if self.source else ""
         return f"%{self.name} {self.kind}{where}"

@@ -243,7 +243,7 @@ def _best_fix(graph: Graph, lost: Lost, plan: Plan) -> Fix | None:
 def _serial(graph: Graph) -> Graph:
     """The graph as it was before completion: annotations only."""
     pinned = {name: attr for name, attr in graph.attrs.items() if attr.pinned}
-    return replace(graph, ops=tuple(replace(op, layout=None) for op in graph.ops), attrs=pinned, lost=())
+    return replace(graph, ops=tuple(op.with_layout(None) for op in graph.ops), attrs=pinned, lost=())
 
 
 def _without(graph: Graph, origin: Origin, axis: str) -> Graph | None:

@@ -268,7 +268,7 @@ def _assemble(graph: Graph, mesh_of: Mapping[str, ProcessMesh], plan: Plan, posi
         if is_named(op):
             attr = _stored_attr(op, plan, origin)
             attrs[op.name] = attr
-            ops.append(replace(op, layout=follow(op, attr)))
+            ops.append(op.with_layout(follow(op, attr)))
             continue
         layer, position = positions.of(op.name)
         line = rest.pop(op.name, None) if layer == REST else next(lines[layer], None)
@@ -278,7 +278,7 @@ def _assemble(graph: Graph, mesh_of: Mapping[str, ProcessMesh], plan: Plan, posi
         stored = line.stored or (None,) * len(line.results)
         for value, spec, stage in zip(op.results, line.results, stored, strict=True):
             attrs[value.name] = DistAttr(mesh if stage is None else meshes[stage], spec, origin)
-        ops.append(replace(op, layout=line.layout(mesh)))
+        ops.append(op.with_layout(line.layout(mesh)))
         if line.algorithm is not None:
             algorithms[op.name] = line.algorithm
     if rest or any(next(unread, None) is not None for unread in lines):

@@ -60,14 +60,14 @@ def assign(
     for op in serial.ops:
         mesh, original = meshes[op.name], _original_name(op, original_names)
         chosen = by_mesh[mesh]
-        ops.append(replace(op, layout=_on_mesh(op, chosen.ops[original], mesh)))
+        ops.append(op.with_layout(_on_mesh(op, chosen.ops[original], mesh)))
         for position, value in enumerate(op.results):
             attr = chosen.values[value.name if value.name in original_names else original]
             _check_mesh(op, attr.mesh, mesh)
             users = [meshes[user.name] for user in serial.users[value.name]]
             if users and mesh not in users:
                 attr = _as_produced(ops[-1], position, attr)
-            attrs[value.name] = replace(attr, mesh=mesh)
+            attrs[value.name] = DistAttr(mesh, attr.spec, attr.origin)
     return serial.with_ops(ops, attrs=attrs, placements={})
 
 

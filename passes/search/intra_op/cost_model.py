@@ -274,7 +274,7 @@ class CostModel:
         """Seconds of one strategy with blocks of `local` shapes."""
         attrs, count = op.attrs, len(op.operands)
         if lookup(op.kind).cost == "matmul" and lookup(op.kind).localize is not None:
-            attrs = local_attrs(replace(op, layout=strategies.layout(mesh, option)), ranks.rank)
+            attrs = local_attrs(op.with_layout(strategies.layout(mesh, option)), ranks.rank)
         if rule_of(op).sliding:
             windows = self._window_shapes(op, strategies.layout(mesh, option), ranks.rank)
             local = [*windows, *local[count:]]
