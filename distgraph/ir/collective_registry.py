@@ -370,10 +370,9 @@ class Space:
     goal: ShardSpec
     wide: bool
 
-    def steps(self, spec: ShardSpec) -> Iterator[Step]:
+    def steps(self, spec: ShardSpec) -> tuple[Step, ...]:
         """Every exact step out of a layout that can be on a cheapest path to the goal."""
-        for generator in _step_generators():
-            yield from generator(self, spec)
+        return _steps(self, spec)
 
     def unused(self, spec: ShardSpec) -> tuple[str, ...]:
         """Working axes that a layout does not use."""
@@ -402,6 +401,12 @@ class Space:
         if not present or present == self.goal.dims[dim][: len(present)]:
             return False
         return all(any(axis in other for other in self.goal.dims) for axis in axes)
+
+
+@cached_until_registration(maxsize=1 << 12)
+def _steps(space: Space, spec: ShardSpec) -> tuple[Step, ...]:
+    """See `Space.steps`: paths from several layouts to one goal lead through the same layouts."""
+    return tuple(step for generator in _step_generators() for step in generator(space, spec))
 
 
 @lru_cache(maxsize=65536)
