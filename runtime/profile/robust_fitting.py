@@ -10,7 +10,9 @@ the fit of the previous iteration, s_i = a_i . x.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from importlib import import_module
+from threading import Lock
 from typing import Any, Final
 
 import numpy as np
@@ -22,6 +24,8 @@ TURNS: Final = 8
 """Iterations of a fit in which the errors, or some of the unknowns, depend on the iteration before."""
 _HUBER: Final = 0.1  # relative error from which a measurement counts as disturbed
 _SPREAD: Final = 0.5  # the same where places differ, after the mean over rounds
+_MOST_PARAMETERS: Final = 4096  # of a problem that is kept: cvxpy takes long to prepare one with many
+_SOLVING: Final = Lock()  # held while the numbers of a kept problem are set and it is solved
 
 
 def robust(
@@ -45,23 +49,47 @@ def robust(
     """
     if not len(rows):
         raise ResourceError("fit: there is no measurement; give the profile more seconds")
-    cp: Any = import_module("cvxpy")  # a second of start-up time: only for those who fit
     unit = seconds if like is None else like
     relative = rows / unit[:, None]
     scale = np.abs(relative).max(axis=0)
     scale[scale == 0] = 1.0
-    x = cp.Variable(rows.shape[1], nonneg=True)
-    loss = cp.sum(cp.huber(relative / scale @ x - seconds / unit, far)) / len(rows)
-    if prior is not None:
-        stated = np.flatnonzero(np.isfinite(prior) & (prior > 0))
-        if stated.size:
-            loss += 1e-5 * cp.sum_squares(x[stated] / (prior[stated] * scale[stated]) - 1)
-    problem = cp.Problem(cp.Minimize(loss))
-    problem.solve(solver=cp.CLARABEL)
-    if x.value is None:
-        raise ResourceError(f"fit: the solver ended with {problem.status}; measure again")
-    solution: Vector = np.maximum(np.asarray(x.value), 0.0) / scale
+    coefficients, targets = relative / scale, seconds / unit
+    stated = np.zeros(0, int) if prior is None else np.flatnonzero(np.isfinite(prior) & (prior > 0))
+    with _SOLVING:
+        if prior is not None and stated.size:
+            x, problem = _problem(coefficients, targets, far, stated, prior[stated] * scale[stated])
+        elif rows.size > _MOST_PARAMETERS:
+            x, problem = _problem(coefficients, targets, far)
+        else:
+            parameters, x, problem = _kept_problem(*rows.shape, far)
+            parameters[0].value, parameters[1].value = coefficients, targets
+        problem.solve(solver="CLARABEL", warm_start=False)  # the answer depends on no earlier problem
+        values, status = x.value, problem.status
+    if values is None:
+        raise ResourceError(f"fit: the solver ended with {status}; measure again")
+    solution: Vector = np.maximum(np.asarray(values), 0.0) / scale
     return solution
+
+
+def _problem(
+    coefficients: Any, targets: Any, far: float, stated: Vector | None = None, prior: Vector | None = None
+) -> tuple[Any, Any]:
+    """The unknowns of a fit, and the problem; `prior` has the values that are stated of some of them."""
+    cp: Any = import_module("cvxpy")  # a second of start-up time: only for those who fit
+    x = cp.Variable(coefficients.shape[1], nonneg=True)
+    loss = cp.sum(cp.huber(coefficients @ x - targets, far)) / coefficients.shape[0]
+    if stated is not None and prior is not None:
+        loss += 1e-5 * cp.sum_squares(x[stated] / prior - 1)
+    return x, cp.Problem(cp.Minimize(loss))
+
+
+@lru_cache(maxsize=16)
+def _kept_problem(measurements: int, unknowns: int, far: float) -> tuple[tuple[Any, Any], Any, Any]:
+    """The problem of a shape, with parameters for its numbers: cvxpy takes longer to prepare it than to solve
+    it, and a profile has hundreds of problems of one shape."""
+    cp: Any = import_module("cvxpy")
+    parameters = cp.Parameter((measurements, unknowns)), cp.Parameter(measurements)
+    return parameters, *_problem(*parameters, far)
 
 
 def expected(rows: Vector, seconds: Vector, start: float | Vector = 0.0) -> Vector:
