@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -10,7 +11,7 @@ from support.programs.searched import CHAIN, SECONDS, two_by_two
 from support.search.plan_training import trains_as_one_rank
 
 from distgraph.engine.search_driver.candidate import Candidate, StageChoice, build_candidate, plan_of
-from distgraph.engine.search_driver.evaluations import Evaluation
+from distgraph.engine.search_driver.evaluations import Evaluation, Evaluations
 from distgraph.engine.search_driver.local_search import evaluate_substituted_schedules, local_search
 from distgraph.engine.search_driver.search_space import Shape
 from distgraph.engine.search_driver.search_state import SearchState
@@ -111,3 +112,14 @@ def test_stages_are_reached_twice_where_this_is_faster() -> None:
     plan = Plan.parse(plan_of(build_candidate(best, costs), costs).text())
     assert [stage.mesh.members for stage in plan.stages] == [(0, 1), (2, 3), (0, 1), (2, 3)]
     trains_as_one_rank(CHAIN, plan)
+
+
+def test_a_prefetched_evaluation_belongs_to_the_candidate_that_is_evaluated_later() -> None:
+    """Its decisions are the same; the estimate may have changed meanwhile."""
+    evaluator = ByBorder(best_border=2, processes=2)
+    evaluations = Evaluations(evaluator, _last_seconds=math.inf)
+    borders = [Candidate("search", (StageChoice(0, stop, (0, 1), TWO),), "none", 1.0) for stop in (1, 2)]
+    evaluations.prefetch(borders)
+    later = replace(borders[1], estimate=5.0)
+    assert evaluations.evaluate(later).candidate == later
+    assert evaluator.asked == borders

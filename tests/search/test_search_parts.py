@@ -410,3 +410,22 @@ def test_a_problem_of_what_double_recursion_found_is_made_on_three_axes_at_most(
         ((formulation, choice),) = again.solved.values()
         assert formulation.problem.feasible(choice)
         assert again.seconds <= found.seconds
+
+
+def test_one_process_solves_shapes_in_their_order_until_the_time_is_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first shape in any case."""
+    solved: list[int] = []
+    cluster = two_by_two()
+    costs = LayoutCosts(CHAIN.compile_request(), cluster, pools_of(cluster), expired=lambda: len(solved) > 1)
+    solve_variants = LayoutCosts._solve_variants
+    monkeypatch.setattr(
+        LayoutCosts,
+        "_solve_variants",
+        lambda self, key: (solved.append(key[1].size), solve_variants(self, key))[1],
+    )
+    one, two, grid = Shape((("dp", 1),)), Shape((("dp", 2),)), Shape((("dp", 2), ("tp", 2)))
+    pairs = [(SubMesh((1,)), one), (SubMesh((2,)), two), (SubMesh((4,)), grid)]
+    costs.prepare_variants(1, pairs, "none", ("fastest",))
+    assert solved == [pair[0].size for pair in pairs[:2]]

@@ -20,7 +20,7 @@ from distgraph.engine.search_driver.candidate import (
     completed_graph,
 )
 from distgraph.engine.search_driver.layout_costs import LayoutCosts
-from distgraph.errors import GraphError
+from distgraph.errors import DistGraphError
 from distgraph.ir.graph import Graph
 from distgraph.plan.plan_components import FrontPlan
 from distgraph.resources.units import format_bytes
@@ -129,7 +129,7 @@ def without_program(evaluation: Evaluation) -> Evaluation:
     return replace(evaluation, program=None)
 
 
-def figures(evaluation: Evaluation | None) -> Evaluation | None:
+def without_program_if_any(evaluation: Evaluation | None) -> Evaluation | None:
     """`without_program` of an evaluation, if there is one."""
     return None if evaluation is None else without_program(evaluation)
 
@@ -207,7 +207,7 @@ class Evaluator(Protocol):
         """The evaluation of one candidate."""
 
     def evaluate_all(self, candidates: Sequence[Candidate], processes: int) -> list[Evaluation | None]:
-        """Evaluations of several candidates, in as many processes; None where there is no program."""
+        """Evaluations of several candidates, in as many processes; None where `evaluate` raises an error."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,18 +226,19 @@ class Forecaster:
         return evaluate(candidate, self.layout_costs)
 
     def evaluate_all(self, candidates: Sequence[Candidate], processes: int) -> list[Evaluation | None]:
-        """Forecasts of several candidates; the program of the first is at hand."""
+        """Forecasts of several candidates; the program of the first is at hand. None where building a program
+        raises an error, which `evaluate` raises again."""
         for candidate in candidates:
             self.layout_costs.layered_graph(candidate.micro_batches)  # before processes are forked
 
         def forecast(candidate: Candidate) -> Evaluation | None:
             try:
                 evaluation = self.evaluate(candidate)
-            except GraphError:
+            except DistGraphError:
                 return None
             return evaluation if candidate is candidates[0] else without_program(evaluation)
 
-        return self.layout_costs.parallel_map(forecast, candidates, processes, pack=figures)
+        return self.layout_costs.parallel_map(forecast, candidates, processes, pack=without_program_if_any)
 
 
 @dataclass(eq=False)
@@ -306,11 +307,12 @@ class Evaluations:
 
     def evaluate(self, candidate: Candidate) -> Evaluation:
         """The evaluation of a candidate; one that was prefetched is handed out once."""
-        evaluation = self._prefetched.pop(_key(candidate), None)
-        if evaluation is None:
-            begin = time.monotonic()
-            evaluation = self.evaluator.evaluate(candidate)
-            self._last_seconds = time.monotonic() - begin
+        prefetched = self._prefetched.pop(_key(candidate), None)
+        if prefetched is not None:
+            return replace(prefetched, candidate=candidate)  # the estimate may be another one
+        begin = time.monotonic()
+        evaluation = self.evaluator.evaluate(candidate)
+        self._last_seconds = time.monotonic() - begin
         return evaluation
 
     def prefetch(self, candidates: Sequence[Candidate]) -> None:

@@ -350,7 +350,8 @@ class LayoutCosts:
         restriction: Restriction,
         kinds: Sequence[VariantKind] = ("multipliers", "within memory"),
     ) -> None:
-        """Solve some kinds of variants of some shapes: of the first, of others while there is time."""
+        """Solve some kinds of variants of some shapes: of the first, of others while there is time; several
+        processes solve the largest of the others first, so that none waits long for the last one."""
         keys = [[self._key(kind, micro_batches, *pair, restriction) for kind in kinds] for pair in shapes]
         missing = [
             of_shape for of_shape in keys if any(key not in self._solutions.variants for key in of_shape)
@@ -365,8 +366,9 @@ class LayoutCosts:
                 for key in of_shape:
                     self._solved_variants(key)
 
-        largest_first = sorted(missing, key=lambda of_shape: -len(of_shape[0][2].axes))
-        self.parallel_map(make, largest_first, self.processes, serial_seconds=SERIAL_SECONDS)
+        if self.processes > 1:
+            missing[1:] = sorted(missing[1:], key=lambda of_shape: -len(of_shape[0][2].axes))
+        self.parallel_map(make, missing, self.processes, serial_seconds=SERIAL_SECONDS)
 
     def variants(
         self, micro_batches: int, submesh: SubMesh, shape: Shape, restriction: Restriction

@@ -103,11 +103,11 @@ def evaluate_substituted_schedules(state: SearchState) -> Iterator[Event]:
         foremost = sorted(_under(state, schedule), key=lambda candidate: candidate.estimate)
         unique = {each.decisions: each for each in foremost if each.decisions not in evaluated}
         waiting = list(unique.values())[:FORECASTS]
-        if not state.expired():
-            state.evaluations.prefetch([each for each in waiting if each.estimate <= state.best.seconds])
-        for candidate in waiting:
-            if state.expired() or candidate.estimate > state.best.seconds:
-                break
+        while waiting and not state.expired() and waiting[0].estimate <= state.best.seconds:
+            state.evaluations.prefetch(
+                [each for each in waiting[: state.processes] if each.estimate <= state.best.seconds]
+            )
+            candidate = waiting.pop(0)
             try:
                 yield state.record(state.evaluations.evaluate(candidate))
             except GraphError as error:  # such as chunks without a backward part

@@ -61,15 +61,14 @@ def parallel_map(
         items: a process that is free takes the next one.
         processes: the calling process and its workers; with one, or for one item, there are no workers.
         serial_seconds: seconds to compute without workers first, where all items may take less time than
-            forking a process; from the last item on, so that items are best in the order of falling time.
+            forking a process.
         pack: makes of a result of a worker process one that can be pickled.
     """
     results: dict[int, Result] = {}
     end = time.monotonic() + serial_seconds
     while len(results) < len(items) and time.monotonic() < end:
-        number = len(items) - 1 - len(results)
-        results[number] = function(items[number])
-    rest = range(len(items) - len(results))
+        results[len(results)] = function(items[len(results)])
+    rest = range(len(results), len(items))
     if processes > 1 and len(rest) > 1:
         _map_with_workers(function, items, pack, rest, processes, results)
     for number in rest:

@@ -169,6 +169,7 @@ class TermBuilder:
                 for i, (_, copy) in enumerate(self.nodes.options(number)):
                     if copy is not None:
                         amounts[i, strategies.options_reading(position, copy)] = 0.0
+                amounts[:, _read_before(strategies, positions, position)] = 0.0
                 self._add_copies(copies, node, other, amounts)
 
     def _add_sum_copies(self, number: int, value: FoldedValue, produced: Specs) -> None:
@@ -184,8 +185,9 @@ class TermBuilder:
         for (reader, positions), count in value.counts.items():
             strategies, other = self.nodes.strategies(reader), self.nodes.of_op[reader]
             for position in positions:
-                nbytes = self._copied_bytes(value, specs, strategies.operand_specs[position])
-                self._add_copies(copies, source, other, count * nbytes)
+                nbytes = count * self._copied_bytes(value, specs, strategies.operand_specs[position])
+                nbytes[:, _read_before(strategies, positions, position)] = 0.0
+                self._add_copies(copies, source, other, nbytes)
 
     def _copied_bytes(self, value: FoldedValue, sources: Specs, targets: Specs) -> Floats:
         """Bytes [sources, targets] of the target where it is a copy: slices are views, and partial values
@@ -228,16 +230,14 @@ class TermBuilder:
         """
         strategies = self.nodes.strategies(reader)
         total = np.zeros((len(stored), len(strategies.options)))
-        for rank, position in enumerate(positions):
+        for position in positions:
             read_specs = strategies.operand_specs[position]
             cost = self._change_seconds(value, stored, read_specs)
             if copies is not None:
                 for i, copy in enumerate(copies):
                     if copy is not None:
                         cost[i, strategies.options_reading(position, copy)] = 0.0
-            for earlier in positions[:rank]:
-                same = [a == b for a, b in zip(read_specs, strategies.operand_specs[earlier], strict=True)]
-                cost[:, same] = 0.0
+            cost[:, _read_before(strategies, positions, position)] = 0.0
             total += cost
         return total
 
@@ -307,3 +307,12 @@ class TermBuilder:
             return self.cost_model.nbytes(value.value, specs, self.mesh)
         parts = parts_of(specs, self.mesh) if parts is None else parts
         return local_bytes(value.value.shape, itemsize(value.value.dtype), parts)
+
+
+def _read_before(strategies: Strategies, positions: tuple[int, ...], position: int) -> list[bool]:
+    """For each option of an op, whether it reads a value at an earlier position in the layout of this one."""
+    specs = strategies.operand_specs
+    earlier = positions[: positions.index(position)]
+    if not earlier:
+        return [False] * len(specs[position])
+    return [any(specs[other][i] == spec for other in earlier) for i, spec in enumerate(specs[position])]

@@ -12,7 +12,8 @@ micro-batches in flight, a stage fits where
 so that the uses of the problem are fixed + l activations and p times scratch, within p times the limit.
 Copies of values that have no node, which depend on two choices, are nodes of the problem within memory (see
 `pair_uses`). It does not know copies in scratch memory; where the profile of its choice needs more than the
-limit, it is solved again within as much less, by bisection where nothing is as small.
+limit, it is solved again within as much less, by bisection where nothing is as small. Where that comes to no
+choice, it is tried without the copies, too.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ from distgraph.passes.search.solver.problem import Problem, Solution, Use
 __all__ = ["MemoryLimit", "limited", "limited_nodes", "solve_within"]
 
 _ROUNDS = 4
-"""How often a limit is lowered, at most, until copies without a node fit, too."""
+"""How often a problem is solved within lower limits, at most, until copies in scratch memory fit, too."""
+_LESS = 1e-6
+"""Part by which a limit is at least below what the choice before it uses: so that it is not chosen again."""
 _NONE = Solution(None, math.inf, math.inf, math.inf, "infeasible", message="layouts take too much memory")
 
 
@@ -96,12 +99,16 @@ def solve_within(
             of which the profile exceeds the limit.
 
     Returns:
-        The solution of the problem that was solved last; without a choice where none is found that fits.
+        The solution of the problem that was solved last: of the few that are looked at, the best whose
+        profile keeps the limit; without a choice where none does.
     """
     if limit is None:
         return improve(problem, solve(problem))
     within, count = limited(formulation, problem, limit), len(problem.costs)
-    solution = _lowered(formulation, within, limit, solve, improve)
+    solution, tried = _lowered(formulation, within, limit, solve, improve)
+    if solution.choice is None and tried > 1:
+        nodes = limited_nodes(formulation, problem, limit)
+        solution, _ = _lowered(formulation, nodes, limit, solve, improve)
     return replace(solution, choice=solution.choice and solution.choice[:count])
 
 
@@ -111,10 +118,11 @@ def _lowered(
     limit: MemoryLimit,
     solve: Callable[[Problem], Solution],
     improve: Callable[[Problem, Solution], Solution],
-) -> Solution:
-    """The best choice of a problem whose profile keeps a limit, by solving it within lower ones."""
+) -> tuple[Solution, int]:
+    """A choice of a problem whose profile keeps a limit, by solving it within lower ones; and how often it
+    was solved."""
     low, high, allowed = -math.inf, limit.nbytes, limit.nbytes
-    for _ in range(_ROUNDS):
+    for number in range(1, _ROUNDS + 1):
         lower = replace(within, limit=limit.stages * allowed)
         solution = _solved(lower, solve)
         excess = _excess(formulation, solution, limit)
@@ -123,14 +131,14 @@ def _lowered(
             if excess > 0 or _excess(formulation, better, limit) <= 0:
                 solution, excess = better, _excess(formulation, better, limit)
         if excess <= 0 or (solution.choice is None and allowed == limit.nbytes):
-            return solution
+            return solution, number
         if solution.choice is None:
             low, below = allowed, -math.inf
         else:
             used = lower.peak(solution.choice)[1] / limit.stages
-            high, below = allowed, min(allowed, used) - excess
+            high, below = allowed, min(allowed - excess, used * (1 - _LESS))
         allowed = max(below, (low + high) / 2)
-    return _NONE
+    return _NONE, _ROUNDS
 
 
 def _solved(problem: Problem, solve: Callable[[Problem], Solution]) -> Solution:

@@ -19,8 +19,8 @@ from distgraph.engine.search_driver.evaluations import (
     Evaluation,
     Evaluations,
     evaluation_of,
-    figures,
     without_program,
+    without_program_if_any,
 )
 from distgraph.engine.search_driver.explain.decisions import (
     ParameterStorage,
@@ -201,9 +201,11 @@ class Explainer:
         def forecast(choice: OtherChoice) -> Evaluation | None:
             other = with_choice(best, choice, self.layout_costs)
             evaluation = None if other is None else evaluation_of(other)
-            return evaluation if choice is choices[0] else figures(evaluation)
+            return evaluation if choice is choices[0] else without_program_if_any(evaluation)
 
-        return self.layout_costs.parallel_map(forecast, choices, self.evaluations.processes, pack=figures)
+        return self.layout_costs.parallel_map(
+            forecast, choices, self.evaluations.processes, pack=without_program_if_any
+        )
 
     def _of_layers(self, best: BuiltCandidate) -> Generator[str | Evaluation, None, BuiltCandidate | None]:
         """Other choices for layers, first those that the search found nearest; one that is faster, if any."""
