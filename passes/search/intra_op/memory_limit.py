@@ -1,6 +1,6 @@
 """Layouts within the memory of a device: the intra-operator problem with the bytes that a stage may hold.
 
-*In:* a formulation, a limit. *Out:* its problem with uses of memory, and the best choice that fits.
+*In:* a formulation, a limit. *Out:* its problem with uses of memory, and a good choice that fits.
 *Invariant:* bytes and lifetimes are those of the cost terms and of `Lifetimes`, as in the estimates of stages
 and in the runtime's memory plan.
 
@@ -88,7 +88,7 @@ def solve_within(
     solve: Callable[[Problem], Solution],
     improve: Callable[[Problem, Solution], Solution],
 ) -> Solution:
-    """The best choice whose profile keeps a limit.
+    """A choice whose profile keeps a limit: the best of the few that are looked at.
 
     Args:
         formulation: of the problem.
@@ -99,8 +99,7 @@ def solve_within(
             of which the profile exceeds the limit.
 
     Returns:
-        The solution of the problem that was solved last: of the few that are looked at, the best whose
-        profile keeps the limit; without a choice where none does.
+        The solution of the problem that was solved last; without a choice where no profile keeps the limit.
     """
     if limit is None:
         return improve(problem, solve(problem))

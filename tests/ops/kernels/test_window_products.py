@@ -74,8 +74,8 @@ def test_gradients_of_kernels_are_sums_over_windows(name: str) -> None:
     dw = np.full_like(w, np.nan)
     window_products.kernel_gradient(x, dy, window, groups, dw)
     changes = dy.astype(np.float64).reshape(len(x), groups, len(w) // groups, -1)
-    want = np.einsum("ngckp,ngop->gock", windows(x, window, groups), changes).reshape(w.shape)
-    np.testing.assert_allclose(dw, want, rtol=1e-5, atol=1e-4)
+    expected = np.einsum("ngckp,ngop->gock", windows(x, window, groups), changes).reshape(w.shape)
+    np.testing.assert_allclose(dw, expected, rtol=1e-5, atol=1e-4)
 
 
 def test_blocks_of_samples_leave_no_trace_of_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,19 +167,19 @@ def test_products_of_a_tile_mean_what_its_function_says(terms: int) -> None:
     x = random.standard_normal(40).astype(np.float32)
     starts, taps = random.integers(20, size=rows), random.integers(20, size=terms)
     weights = random.standard_normal((terms, lanes)).astype(np.float32)
-    found = random.standard_normal((rows, lanes)).astype(np.float32)
-    want = found.copy()
-    _products(x, starts, 2, taps, weights, found)
-    vector_tiles.add_products._function(x, starts, 2, taps, weights, want)
-    np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-5)
-    np.testing.assert_array_equal(found[[0, 1, -1]], want[[0, 1, -1]])  # rows outside of the tile
+    computed = random.standard_normal((rows, lanes)).astype(np.float32)
+    expected = computed.copy()
+    _products(x, starts, 2, taps, weights, computed)
+    vector_tiles.add_products._function(x, starts, 2, taps, weights, expected)
+    np.testing.assert_allclose(computed, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(computed[[0, 1, -1]], expected[[0, 1, -1]])  # rows outside of the tile
 
 
 def test_a_transposed_tile_means_what_its_function_says() -> None:
     lanes = vector_tiles.LANES
     x = np.arange((lanes + 2) * (lanes + 5), dtype=np.float32).reshape(lanes + 2, lanes + 5)
-    found, want = (np.zeros((lanes + 4, lanes + 3), np.float32) for _ in range(2))
-    _transposition(x, 2, 3, found)
-    vector_tiles.transpose_tile._function(x, 2, 3, want)
-    assert not want[:3].any()
-    np.testing.assert_array_equal(found, want)
+    computed, expected = (np.zeros((lanes + 4, lanes + 3), np.float32) for _ in range(2))
+    _transposition(x, 2, 3, computed)
+    vector_tiles.transpose_tile._function(x, 2, 3, expected)
+    assert not expected[:3].any()
+    np.testing.assert_array_equal(computed, expected)
