@@ -12,6 +12,9 @@ Then four versions of the step take turns in one job:
 * `without buckets`: a sum for every parameter, as its gradient is ready.
 * `buckets`: several parameters in one message, which is what distgraph does.
 
+Two of the models, `layers` and `gpt`, have gradients of about 1 MiB, whose sums the bandwidth of the network
+limits; `narrow` has many of 1 KiB and less, whose sums take as long as their messages take to start.
+
 The exposed time of a version is that by which its step is longer than that of `no messages`, the median over
 turns on the slower rank. Its forecast is the time that the slower rank waits for sums; without overlap under
 a runtime model that hides nothing.
@@ -53,7 +56,7 @@ from distgraph.runtime.transport.mpi import MpiTransport
 from distgraph.runtime.transport.transport import Array, Group, Request
 
 CASES = ("no messages", "no overlap", "without buckets", "buckets")
-MODELS = ("layers", "gpt")
+MODELS = ("layers", "gpt", "narrow")
 MODULE = "benchmarks.support.networks.gradient_overlap"
 SCRIPT = f"import sys; from {MODULE} import rank_main; rank_main(sys.argv[1:])"
 AllReduce = Callable[[MpiTransport, Array, str, Group], Request]
@@ -90,8 +93,9 @@ def make(name: str, case: str) -> tuple[dg.Engine, Any]:
     """Engine and batch of a model in a case."""
     passes = ("-bucket_gradients",) if case == "without buckets" else ()
     strategy = dg.Strategy(mesh=dg.ProcessMesh.grid(dp=2), batch_axis="dp", passes=passes)
-    if name == "layers":
-        model, batch = Net(8, 512), samples(4096, 512)
+    if name != "gpt":
+        layers, width, rows = {"layers": (8, 512, 4096), "narrow": (64, 16, 512)}[name]
+        model, batch = Net(layers, width), samples(rows, width)
         return dg.Engine(model, nn.MeanSquaredError(), optim.SGD(lr=1e-3), strategy=strategy), batch
     gpt = GPT(GPTConfig(hidden=256, layers=4, heads=4, vocabulary=1024, sequence=128))
     tokens = np.random.default_rng(0).integers(0, 1024, (16, 129)).astype("i4")
