@@ -14,7 +14,8 @@ keys of the result:
 * `shares`: data parallelism with the shares of a searched plan against equal shares, on machines of unequal
   speed (`benchmarks/support/networks/uneven_shares.py`).
 * `resharding`: a tensor that goes from machine to machine with and without an all_gather at its end, and
-  gradients summed by one all_reduce or in a hierarchy (`benchmarks/support/networks/resharding.py`).
+  gradients summed by one all_reduce, with and without ranks that pass messages on
+  (`benchmarks/support/networks/resharding.py`).
 * `overlap`: gradients that are summed between two machines while the backward part computes
   (`benchmarks/support/networks/gradient_overlap.py`).
 * `actors`: a step under `Strategy(executor="actors")` over one under "static"
@@ -89,12 +90,12 @@ def shares(quick: bool) -> Any:
 
 
 def resharding(quick: bool) -> Any:
-    """Gains of the all_gather behind a transfer and of a hierarchical all_reduce."""
+    """Gains of the all_gather behind a transfer, and of ranks that pass the messages of an all_reduce on."""
     rows = []
     for rate in (400,) if quick else (100, 400, 1000):
         rounds, seconds = (1, 50.0) if quick else (3, 60.0)
         rows.append(transfers.run(rate, rounds, seconds))
-    names = [(gain, kind) for gain in rows[0]["gains"]["measured"] for kind in ("measured", "forecast")]
+    names = [(gain, kind) for kind, gained in rows[0]["gains"].items() for gain in gained]
     texts = [[str(row["rate"]), *(f"{row['gains'][kind][gain]:.2f}" for gain, kind in names)] for row in rows]
     show("resharding", ("Mbit/s", *(f"{gain}, {kind}" for gain, kind in names)), texts)
     return rows

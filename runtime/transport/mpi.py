@@ -120,7 +120,7 @@ class MpiTransport:
         self._processes = machine.allgather((self._rank, os.getpid()))  # of this machine
         machine.Free()
         self._near = frozenset(self.machine_ranks)
-        self._exchange = Exchange(self._collectives, self._near)
+        self._exchange = Exchange(self._collectives, world.allgather(min(self._near)))
         threads = self._mpi.Query_thread() == self._mpi.THREAD_MULTIPLE
         self._unaided = self._near if threads else frozenset(self._everyone)  # peers
         self._waiting = Waiting.of(self.binding)

@@ -13,8 +13,9 @@ Invariants:
   waiting late is always safe.
 * A reduction adds contributions by position in the group: ((x0 + x1) + x2) + ... . In-process and MPI ranks
   therefore produce the same bits, on every member, every time. 16-bit floats (f16, bf16) are accumulated in
-  f32 and rounded once. (NCCL chooses its own order; it is deterministic for a given group and size but its
-  bits differ.)
+  f32 and rounded once. (MPI ranks on several machines of which one has several members add up those of each
+  machine first, except 16-bit floats, in messages of every size. NCCL chooses its own order; it is
+  deterministic for a given group and size but its bits differ.)
 * Every wait has a limit: `time_limit` seconds without progress raise `RuntimeFault`, and so does the failure
   of another rank.
 """

@@ -73,7 +73,7 @@ def test_long_messages_between_machines_go_in_parts(
     transport: MpiTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if each rank were on a machine of its own; both directions at once, and of another length."""
-    monkeypatch.setattr(transport._exchange, "_near", frozenset())
+    monkeypatch.setattr(transport._exchange, "_machine_of", tuple(range(transport.size)))
     everyone, size = tuple(range(transport.size)), 300_001
     mine = np.arange(size, dtype=np.float64) + transport.rank
     gathered = np.zeros(size * transport.size)

@@ -11,14 +11,16 @@ of Zheng et al., "Alpa", OSDI 2022, Figure 11, and two more:
   of which gets all of it over the network.
 * `with`: each gets another half over the network, and an all_gather inside the machine fills the rest, which
   is what distgraph does. `without` is made by leaving it no other layout to land in.
-* `flat`: gradients are summed over four ranks by one all_reduce.
+* `direct`: gradients are summed over four ranks by one all_reduce, whose members all send to each other, by a
+  transport that lets no rank pass messages on. No forecast knows it.
+* `relayed`: by one all_reduce, which adds up inside machines first, as distgraph does.
 * `hierarchical`: by a reduce_scatter inside each machine, an all_reduce between the machines and an
   all_gather inside, which is how a user can write it by annotations.
 
 Cases take turns over several jobs; seconds are medians of all steps on the slowest rank. Forecasts are those
 of the program that runs, rank i on device i. Keys of the result: `rows`, a list of {case, measured_seconds,
 forecast_seconds}, and `gains`: seconds of the transfer alone, which are those above `signal`, without over
-with, and seconds of flat over hierarchical, measured and forecast.
+with, measured and forecast, and seconds of direct over relayed, measured.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -47,10 +49,12 @@ from distgraph.passes.redistribution import cross_mesh
 from distgraph.resources import Cluster
 from distgraph.runtime.forecast.forecast import forecast
 from distgraph.runtime.launch.mpi_rank import current_transport
+from distgraph.runtime.transport.mpi_collectives import Relays
 
 ROWS, COLUMNS = 1536, 1024
 STEPS = 8
-CASES = ("signal", "without", "with", "flat", "hierarchical")
+CASES = ("signal", "without", "with", "direct", "relayed", "hierarchical")
+SUMS = CASES[3:]
 MODULE = "benchmarks.support.networks.resharding"
 SCRIPT = f"import sys; from {MODULE} import rank_main; rank_main(sys.argv[1:])"
 
@@ -96,7 +100,7 @@ class Summed(nn.Module):
 
 def make(case: str) -> tuple[dg.Engine, Any]:
     """Engine and batch of a case."""
-    rng, gradients = np.random.default_rng(0), case in {"flat", "hierarchical"}
+    rng, gradients = np.random.default_rng(0), case in SUMS
     shapes = ((64, ROWS), (64, COLUMNS)) if gradients else ((ROWS, COLUMNS),) * 2
     model = Summed(case == "hierarchical") if gradients else Sent(case != "signal")
     batch = tuple(rng.standard_normal(shape, np.float32) for shape in shapes)
@@ -119,13 +123,18 @@ def landing_of(case: str) -> Iterator[None]:
     _forget_plans()
 
 
+def messages_of(case: str) -> AbstractContextManager[object]:
+    """In the case `direct`, no rank passes messages on."""
+    return mock.patch.object(Relays, "of", return_value=None) if case == "direct" else nullcontext()
+
+
 def rank_main(arguments: list[str]) -> None:
     """One rank of one case; rank 0 writes the seconds of every step, of the slowest rank, to a file."""
     case, output = arguments
     transport = current_transport()
     assert transport is not None
     seconds = []
-    with landing_of(case):
+    with landing_of(case), messages_of(case):
         engine, batch = make(case)
         engine.run(batch)
         engine.run(batch)
@@ -164,19 +173,19 @@ def run(rate: int, rounds: int, profile_seconds: float) -> dict[str, Any]:
                 seconds[case] += json.loads(output.read_text())
     kinds = {
         "measured": {case: statistics.median(steps) for case, steps in seconds.items()},
-        "forecast": {case: forecast_seconds(case, cluster) for case in CASES},
+        "forecast": {case: forecast_seconds(case, cluster) for case in CASES if case != "direct"},
     }
-    rows = [{"case": case, **{f"{kind}_seconds": kinds[kind][case] for kind in kinds}} for case in CASES]
+    rows = [{"case": case, **{f"{kind}_seconds": kinds[kind].get(case) for kind in kinds}} for case in CASES]
     return {"rate": rate, "rows": rows, "gains": {kind: gains(of_case) for kind, of_case in kinds.items()}}
 
 
 def gains(seconds: dict[str, float]) -> dict[str, float]:
-    """Of seconds by case."""
+    """Of seconds by case; that of relays where `direct` is among them."""
     signal = seconds["signal"]
-    return {
-        "local_all_gather": (seconds["without"] - signal) / (seconds["with"] - signal),
-        "hierarchical_all_reduce": seconds["flat"] / seconds["hierarchical"],
-    }
+    gained = {"local_all_gather": (seconds["without"] - signal) / (seconds["with"] - signal)}
+    if "direct" in seconds:
+        gained["relayed_all_reduce"] = seconds["direct"] / seconds["relayed"]
+    return gained
 
 
 def main() -> None:

@@ -1,0 +1,113 @@
+"""Collectives of a group with several members on one machine and others elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from distgraph.runtime.launch.mpi_rank import current_transport
+from distgraph.runtime.transport.mpi import MpiTransport
+from distgraph.runtime.transport.transport import stretches
+
+MACHINES: dict[str, Callable[[int, int], int]] = {
+    "pairs": lambda rank, _: rank // 2,
+    "alternating": lambda rank, _: rank % 2,
+    "one apart": lambda rank, size: int(rank == size - 1),
+}
+pytestmark = pytest.mark.mpi
+LONG, SHORT = 200_001, 50  # elements: messages are passed on; they are not
+
+
+@pytest.fixture
+def transport() -> MpiTransport:
+    current = current_transport()
+    assert current is not None
+    current.barrier()
+    return current
+
+
+@pytest.fixture(params=MACHINES)
+def spread(request: pytest.FixtureRequest, transport: MpiTransport, monkeypatch: pytest.MonkeyPatch) -> str:
+    """As if the ranks were on several machines."""
+    machine_of = tuple(MACHINES[request.param](rank, transport.size) for rank in range(transport.size))
+    monkeypatch.setattr(transport._exchange, "_machine_of", machine_of)
+    monkeypatch.setattr(transport._exchange, "_relays", {})
+    return str(request.param)
+
+
+def values(rank: int, count: int, dtype: object = "f4") -> np.ndarray:
+    """Small whole numbers, whose sums are exact."""
+    return ((np.arange(count) * 7 + 3 * rank) % 16).astype(dtype)
+
+
+@pytest.mark.usefixtures("spread")
+@pytest.mark.parametrize("dtype", ["f4", "i8", ml_dtypes.bfloat16])
+def test_all_reduces_of_several_lengths_in_flight(transport: MpiTransport, dtype: object) -> None:
+    """Long and short ones in turns, and the last ones waited for first."""
+    group = tuple(reversed(range(transport.size)))
+    counts = [LONG, SHORT, LONG + 1, LONG, SHORT]
+    buffers = [values(transport.rank + turn, count, dtype) for turn, count in enumerate(counts)]
+    requests = [transport.all_reduce(x, "max" if i == 3 else "sum", group) for i, x in enumerate(buffers)]
+    for request in reversed(requests):
+        request.wait()
+    for turn, (count, x) in enumerate(zip(counts, buffers, strict=True)):
+        terms = [values(rank + turn, count, "f8") for rank in group]
+        expected = np.max(terms, axis=0) if turn == 3 else np.sum(terms, axis=0)
+        np.testing.assert_array_equal(x.astype("f8"), expected)
+
+
+@pytest.mark.usefixtures("spread")
+def test_bits_do_not_depend_on_the_size_of_a_message(transport: MpiTransport) -> None:
+    """Of values of very different size: whole, and in short pieces."""
+    group = tuple(range(transport.size))
+    random = np.random.default_rng(transport.rank)
+    whole = random.standard_normal(LONG) * 10.0 ** random.integers(-9, 9, LONG)
+    pieces, scattered = whole.copy(), np.empty(LONG // transport.size)
+    counts = [scattered.size] * transport.size
+    transport.reduce_scatter(whole[: sum(counts)].copy(), scattered, counts, "sum", group).wait()
+    transport.all_reduce(whole, "sum", group).wait()
+    for start in range(0, LONG, 1000):
+        transport.all_reduce(pieces[start : start + 1000], "sum", group).wait()
+    np.testing.assert_array_equal(whole, pieces)
+    np.testing.assert_array_equal(scattered, whole[stretches(counts)[transport.rank]])
+
+
+@pytest.mark.usefixtures("spread")
+@pytest.mark.parametrize("empty", [False, True])
+def test_uneven_parts(transport: MpiTransport, empty: bool) -> None:
+    """Of an all_gather and a reduce_scatter at once; the first rank has nothing in one case."""
+    size = transport.size
+    counts = [(rank if empty else rank + 1) * LONG // size for rank in range(size)]
+    group = tuple(range(size))
+    places = stretches(counts)
+    mine = values(transport.rank, counts[transport.rank])
+    gathered, whole = np.zeros(sum(counts), "f4"), values(transport.rank, sum(counts))
+    reduced = np.zeros(counts[transport.rank], "f4")
+    requests = [
+        transport.all_gather(mine, gathered, counts, group),
+        transport.reduce_scatter(whole, reduced, counts, "sum", group),
+    ]
+    for request in requests:
+        request.wait()
+    for rank, place in enumerate(places):
+        np.testing.assert_array_equal(gathered[place], values(rank, counts[rank]))
+    total = np.sum([values(rank, sum(counts)) for rank in group], axis=0)
+    np.testing.assert_array_equal(reduced, total[places[transport.rank]])
+    np.testing.assert_array_equal(whole, values(transport.rank, sum(counts)))
+
+
+@pytest.mark.usefixtures("spread")
+def test_a_part_of_the_ranks(transport: MpiTransport) -> None:
+    """Every rank but the first, and all of them, at once."""
+    everyone = tuple(range(transport.size))
+    one, all_ones = np.ones(LONG, "f4"), np.ones(LONG, "f4")
+    requests = [transport.all_reduce(all_ones, "sum", everyone)]
+    if transport.rank:
+        requests.append(transport.all_reduce(one, "sum", everyone[1:]))
+    for request in requests:
+        request.wait()
+    assert (all_ones == transport.size).all()
+    assert (one == (transport.size - 1 if transport.rank else 1)).all()
