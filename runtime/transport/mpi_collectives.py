@@ -22,6 +22,7 @@ from distgraph.errors import RuntimeFault
 from distgraph.runtime.transport.transport import (
     Array,
     Group,
+    accumulation_dtype,
     even_counts,
     position_in,
     reduce_in_order,
@@ -148,7 +149,7 @@ class Exchange:
         _, others = self._peers(group)
         parts = {rank: send[place] for rank, place in zip(group, stretches(counts), strict=True)}
         relays = self._relays_of(group)
-        if relays is not None and not _is_wide(send) and send.nbytes >= _RELAYED_BYTES:
+        if relays is not None and send.nbytes >= _RELAYED_BYTES:
             yield from self._scatter_by_machine(parts, recv, op, relays, tag)
             return
         pieces = {peer: self._scratch_array(recv.size, recv.dtype) for peer in others}
@@ -165,12 +166,13 @@ class Exchange:
         pieces = {(p, t): self._scratch_array(parts[t].size, recv.dtype) for p in near for t in targets}
         sends = [(p, parts[target]) for p in near for target in (p, *relays.served[p])]
         yield self._exchange(sends, [(p, piece) for (p, _), piece in pieces.items()], tag)
-        sums = {target: self._scratch_array(parts[target].size, recv.dtype) for target in targets}
+        wide = accumulation_dtype(recv.dtype)
+        sums = {target: self._scratch_array(parts[target].size, wide) for target in targets}
         for target, total in sums.items():
             ordered = [parts[target] if p == self._rank else pieces[p, target] for p in relays.here]
             reduce_in_order(ordered, op, total)
         self._release(pieces.values())
-        away = {p: self._scratch_array(recv.size, recv.dtype) for p in relays.peers if p != self._rank}
+        away = {p: self._scratch_array(recv.size, wide) for p in relays.peers if p != self._rank}
         yield self._exchange([(t, sums[t]) for t in targets[1:]], list(away.items()), tag + 1)
         reduce_in_order([sums[p] if p == self._rank else away[p] for p in relays.peers], op, recv)
         self._release([*sums.values(), *away.values()])
@@ -178,10 +180,10 @@ class Exchange:
     def _reduce(self, pieces: dict[int, Array], group: Group, op: str, out: Array) -> None:
         """Reduce one array of each member, in the order in which `_scatter_by_machine` does."""
         relays = self._relays_of(group)
-        if relays is None or _is_wide(out):
+        if relays is None:
             reduce_in_order([pieces[rank] for rank in group], op, out)
             return
-        sums = [self._scratch_array(out.size, out.dtype) for _ in relays.machines]
+        sums = [self._scratch_array(out.size, accumulation_dtype(out.dtype)) for _ in relays.machines]
         for members, total in zip(relays.machines, sums, strict=True):
             reduce_in_order([pieces[rank] for rank in members], op, total)
         reduce_in_order(sums, op, out)
@@ -280,8 +282,3 @@ class Exchange:
 def octets(data: Array) -> Array:
     """The bytes of a flat array. MPI never computes with the data, so bf16, f16 and bool need no MPI type."""
     return data.view(np.uint8)
-
-
-def _is_wide(data: Array) -> bool:
-    """Whether sums of the array are accumulated in f32 and rounded once, so that no part of them is sent."""
-    return bool(data.dtype.itemsize == 2 and data.dtype.kind not in "iu")

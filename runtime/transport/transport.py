@@ -14,8 +14,8 @@ Invariants:
 * A reduction adds contributions by position in the group: ((x0 + x1) + x2) + ... . In-process and MPI ranks
   therefore produce the same bits, on every member, every time. 16-bit floats (f16, bf16) are accumulated in
   f32 and rounded once. (MPI ranks on several machines of which one has several members add up those of each
-  machine first, except 16-bit floats, in messages of every size. NCCL chooses its own order; it is
-  deterministic for a given group and size but its bits differ.)
+  machine first, in messages of every size. NCCL chooses its own order; it is deterministic for a given group
+  and size but its bits differ.)
 * Every wait has a limit: `time_limit` seconds without progress raise `RuntimeFault`, and so does the failure
   of another rank.
 """
@@ -277,9 +277,15 @@ def position_in(group: Group, rank: int, what: str) -> int:
         raise RuntimeFault(f"{what}: rank {rank} is not in the group {group}") from None
 
 
+def accumulation_dtype(dtype: Any) -> Any:
+    """In which sums of arrays of a dtype are accumulated: f32 for 16-bit floats, else the dtype itself."""
+    return np.dtype(np.float32) if dtype.itemsize == 2 and dtype.kind not in "iu" else dtype
+
+
 def reduce_in_order(pieces: Sequence[Array], op: str, out: Array) -> None:
     """Reduce equally long flat arrays by position into `out`, which may be one of them.
 
+    The dtype of `out` is theirs, or, for a part of a sum, that in which they are accumulated, or the reverse.
     16-bit floats are accumulated in f32 and rounded once at the end. Overflow gives inf without a
     warning: whether a gradient that overflows is a mistake is for the program to decide.
     """
@@ -293,21 +299,22 @@ def _reduce_in_order(pieces: Sequence[Array], op: str, out: Array) -> None:
         if out is not pieces[0]:
             out[...] = pieces[0]
         return
-    wide = out.dtype.itemsize == 2 and out.dtype.kind not in "iu"
+    dtype = accumulation_dtype(pieces[0].dtype)
+    wide = out.dtype != dtype or pieces[0].dtype != dtype
     if len(pieces) == 2 and not wide:
         ufunc(pieces[0], pieces[1], out=out)
         return
     if not isinstance(out, np.ndarray):  # on a GPU: whole arrays at a time, there is no cache to stay in
-        total = pieces[0].astype(np.float32 if wide else out.dtype)
+        total = pieces[0].astype(dtype)
         for piece in pieces[1:]:
-            ufunc(total, piece.astype(np.float32) if wide else piece, out=total)
+            ufunc(total, piece.astype(dtype) if wide else piece, out=total)
         out[...] = total
         return
-    accumulator = np.empty(min(count, _CHUNK), np.float32 if wide else out.dtype)
+    accumulator = np.empty(min(count, _CHUNK), dtype)
     for start in range(0, count, _CHUNK):
         part = slice(start, min(start + _CHUNK, count))
         total = accumulator[: part.stop - start]
         total[...] = pieces[0][part]
         for piece in pieces[1:]:
-            ufunc(total, piece[part].astype(np.float32) if wide else piece[part], out=total)
+            ufunc(total, piece[part].astype(dtype) if wide else piece[part], out=total)
         out[part] = total

@@ -60,12 +60,13 @@ def test_all_reduces_of_several_lengths_in_flight(transport: MpiTransport, dtype
 
 
 @pytest.mark.usefixtures("spread")
-def test_bits_do_not_depend_on_the_size_of_a_message(transport: MpiTransport) -> None:
+@pytest.mark.parametrize("dtype", ["f8", ml_dtypes.bfloat16])
+def test_bits_do_not_depend_on_the_size_of_a_message(transport: MpiTransport, dtype: object) -> None:
     """Of values of very different size: whole, and in short pieces."""
     group = tuple(range(transport.size))
     random = np.random.default_rng(transport.rank)
-    whole = random.standard_normal(LONG) * 10.0 ** random.integers(-9, 9, LONG)
-    pieces, scattered = whole.copy(), np.empty(LONG // transport.size)
+    whole = (random.standard_normal(LONG) * 10.0 ** random.integers(-9, 9, LONG)).astype(dtype)
+    pieces, scattered = whole.copy(), np.empty(LONG // transport.size, dtype)
     counts = [scattered.size] * transport.size
     transport.reduce_scatter(whole[: sum(counts)].copy(), scattered, counts, "sum", group).wait()
     transport.all_reduce(whole, "sum", group).wait()
@@ -73,6 +74,16 @@ def test_bits_do_not_depend_on_the_size_of_a_message(transport: MpiTransport) ->
         transport.all_reduce(pieces[start : start + 1000], "sum", group).wait()
     np.testing.assert_array_equal(whole, pieces)
     np.testing.assert_array_equal(scattered, whole[stretches(counts)[transport.rank]])
+
+
+@pytest.mark.usefixtures("spread")
+def test_sums_of_16_bits_are_rounded_once(transport: MpiTransport) -> None:
+    """1 and many halves of its last bit, each of which would be lost if added by itself."""
+    group = tuple(range(transport.size))
+    x = np.full(LONG, 1.0 if transport.rank == 0 else 2.0**-8, ml_dtypes.bfloat16)
+    transport.all_reduce(x, "sum", group).wait()
+    expected = np.float32(1 + (transport.size - 1) * 2.0**-8).astype(ml_dtypes.bfloat16)
+    assert (x == expected).all()
 
 
 @pytest.mark.usefixtures("spread")
