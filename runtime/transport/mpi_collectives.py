@@ -216,16 +216,16 @@ class Exchange:
             else:
                 yield self._exchange([], [(root, buffer)], tag)
             return
-        receivers = [rank for rank in group if rank != root]
-        places = stretches(even_counts(buffer.size, len(receivers)))
-        by_rank = {rank: buffer[place] for rank, place in zip(receivers, places, strict=True)}
+        receivers = tuple(rank for rank in group if rank != root)
+        counts = even_counts(buffer.size, len(receivers))
+        places = zip(receivers, stretches(counts), strict=True)
+        by_rank = {rank: buffer[place] for rank, place in places}
         if self._rank == root:
             yield self._exchange(list(by_rank.items()), [], tag)
             return
         mine = by_rank[self._rank]
         yield self._exchange([], [(root, mine)], tag)
-        peers = [rank for rank in receivers if rank != self._rank]
-        yield self._exchange([(p, mine) for p in peers], [(p, by_rank[p]) for p in peers], tag + 1)
+        yield from self._gather(mine, buffer, counts, receivers, tag + 1)
 
     def _exchange(self, sends: Sequence[_Message], receives: Sequence[_Message], tag: int) -> list[Any]:
         """Post messages between members of a group; both sides skip the empty ones."""

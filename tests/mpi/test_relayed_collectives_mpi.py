@@ -111,6 +111,17 @@ def test_uneven_parts(transport: MpiTransport, empty: bool) -> None:
 
 
 @pytest.mark.usefixtures("spread")
+def test_broadcasts_from_the_first_and_the_last_rank(transport: MpiTransport) -> None:
+    group = tuple(range(transport.size))
+    buffers = {root: values(transport.rank, LONG) for root in (0, transport.size - 1)}
+    requests = [transport.broadcast(buffer, root, group) for root, buffer in buffers.items()]
+    for request in requests:
+        request.wait()
+    for root, buffer in buffers.items():
+        np.testing.assert_array_equal(buffer, values(root, LONG))
+
+
+@pytest.mark.usefixtures("spread")
 def test_a_part_of_the_ranks(transport: MpiTransport) -> None:
     """Every rank but the first, and all of them, at once."""
     everyone = tuple(range(transport.size))
