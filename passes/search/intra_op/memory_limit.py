@@ -59,11 +59,15 @@ class MemoryLimit:
 
 def limited(formulation: Formulation, problem: Problem, limit: MemoryLimit) -> Problem:
     """A problem of a formulation within a limit; nodes behind its own stand for copies without a node."""
+    return _with_copies(formulation, limited_nodes(formulation, problem, limit), limit)
+
+
+def _with_copies(formulation: Formulation, nodes: Problem, limit: MemoryLimit) -> Problem:
+    """A problem with the uses of memory of its nodes, and nodes for copies without one."""
     terms, nbytes = formulation.cost_terms, dict[tuple[int, int], Floats]()
     for copies, count in ((terms.fixed_copies, 1), (terms.activation_copies, limit.live)):
         for edge, of_edge in copies.items():
             nbytes[edge] = nbytes.get(edge, 0.0) + count * of_edge
-    nodes = limited_nodes(formulation, problem, limit)
     return with_pair_uses(nodes, nbytes, 0, len(formulation.graph.ops) + 1)
 
 
@@ -103,10 +107,12 @@ def solve_within(
     """
     if limit is None:
         return improve(problem, solve(problem))
-    within, count = limited(formulation, problem, limit), len(problem.costs)
+    nodes, count = limited_nodes(formulation, problem, limit), len(problem.costs)
+    if not _may_fit(nodes):
+        return _NONE  # copies only add to that
+    within = _with_copies(formulation, nodes, limit)
     solution, tried = _lowered(formulation, within, limit, solve, improve)
     if solution.choice is None and tried > 1:
-        nodes = limited_nodes(formulation, problem, limit)
         solution, _ = _lowered(formulation, nodes, limit, solve, improve)
     return replace(solution, choice=solution.choice and solution.choice[:count])
 
@@ -141,8 +147,12 @@ def _lowered(
 
 
 def _solved(problem: Problem, solve: Callable[[Problem], Solution]) -> Solution:
-    assert problem.limit is not None
-    return _NONE if problem.least_peak()[1] > problem.limit else solve(problem)
+    return solve(problem) if _may_fit(problem) else _NONE
+
+
+def _may_fit(problem: Problem) -> bool:
+    """Whether the least uses of all nodes keep the limit of a problem."""
+    return problem.limit is None or problem.least_peak()[1] <= problem.limit
 
 
 def _excess(formulation: Formulation, solution: Solution, limit: MemoryLimit) -> float:

@@ -108,7 +108,8 @@ def test_only_choices_that_fit_are_improved(monkeypatch: pytest.MonkeyPatch) -> 
     solutions = {8.0: (0, 5.0), 7.0: (1, 6.0)}  # bytes allowed -> (choice, objective)
     uses = ((Use(0, 1, np.full(4, 8.0)),),)
     problem = Problem("one", (np.zeros(4),), uses=uses, limit=8.0)
-    monkeypatch.setattr(memory_limit, "limited", lambda formulation, problem, limit: problem)
+    monkeypatch.setattr(memory_limit, "limited_nodes", lambda formulation, problem, limit: problem)
+    monkeypatch.setattr(memory_limit, "_with_copies", lambda formulation, nodes, limit: nodes)
     monkeypatch.setattr(memory_limit, "_solved", lambda problem, solve: solve(problem))
     monkeypatch.setattr(MemoryLimit, "needed", lambda limit, profile: profile[0])
     improved: list[float | None] = []
@@ -129,3 +130,31 @@ def test_only_choices_that_fit_are_improved(monkeypatch: pytest.MonkeyPatch) -> 
     assert solve_within(formulation, problem, limit, solve_at, improve(2)).objective == 6.0
     assert solve_within(formulation, problem, limit, solve_at, improve(3)).objective == 2.0
     assert improved == [7.0, 7.0]
+
+
+@pytest.mark.parametrize("live", [1, 3])
+def test_no_copies_are_added_where_nodes_alone_exceed_the_limit(
+    live: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With copies the least uses are no lower, so that there is no choice in any case."""
+    cluster = two_by_two(memory="1 MiB")
+    costs = LayoutCosts(PROGRAMS["gpt"].compile_request(), cluster, pools_of(cluster))
+    devices = tuple(range(4))
+    formulation = costs.formulation(costs.layered_graph(1), devices, GRID)
+    problem, one = formulation.problem, MemoryLimit(1.0, live=live)
+    least = memory_limit.limited_nodes(formulation, problem, one).least_peak()[1]
+    assert memory_limit.limited(formulation, problem, one).least_peak()[1] >= least
+    too_little, enough = (MemoryLimit(part * least, live=live) for part in (0.999, 1.001))
+    within = memory_limit.limited(formulation, problem, too_little)
+    assert solve(within, seconds=30).status == "infeasible"
+    solved: list[float | None] = []
+
+    def solve_at(each: Problem) -> Solution:
+        solved.append(each.limit)
+        return solve(each, seconds=0.5)
+
+    assert solve_within(formulation, problem, enough, solve_at, _unchanged).choice or solved
+    monkeypatch.setattr(memory_limit, "_with_copies", None)  # a call would fail
+    solved.clear()
+    assert solve_within(formulation, problem, too_little, solve_at, _unchanged).choice is None
+    assert not solved
