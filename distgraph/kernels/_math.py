@@ -24,8 +24,8 @@ _LOG2_E, _LN2_HIGH, _LN2_LOW = _F(1.44269504088896341), _F(0.693359375), _F(-2.1
 _EXP_LOW, _EXP_HIGH = _F(-87.33654), _F(88.72283)
 _E0, _E1, _E2 = _F(1.9875691500e-4), _F(1.3981999507e-3), _F(8.3334519073e-3)
 _E3, _E4, _E5 = _F(4.1665795894e-2), _F(1.6666665459e-1), _F(5.0000001201e-1)
-_LARGEST = _F(127.0)
-_BIAS, _MANTISSA = np.int32(127), np.int32(23)
+_ROUNDING = _F(1.5 * 2**23)
+_MANTISSA = np.int32(23)
 
 _ERF_LIMIT = _F(4.0)
 _A1, _A3, _A5, _A7, _A9, _A11, _A13 = (_F(c) for c in ERF_ODD)
@@ -37,17 +37,17 @@ def exp32(x: Any) -> Any:
     """e to the x; 0 below -87.3 (no denormals), infinity above 88.7, NaN for NaN."""
     c = x if x > _EXP_LOW else _EXP_LOW  # noqa: FURB136
     c = c if c < _EXP_HIGH else _EXP_HIGH  # noqa: FURB136
-    n = np.floor(c * _LOG2_E + HALF)
+    shifted = c * _LOG2_E + _ROUNDING  # its last bits are the nearest integer, two's complement
+    n = shifted - _ROUNDING
     r = c - n * _LN2_HIGH
     r = r - n * _LN2_LOW
     p = ((((_E0 * r + _E1) * r + _E2) * r + _E3) * r + _E4) * r + _E5
     p = p * (r * r) + r + ONE
-    top = n > _LARGEST  # 2^128 is no float32: two factors
-    n = _LARGEST if top else n
-    y = p * np.int32((np.int32(n) + _BIAS) << _MANTISSA).view(np.float32) * (TWO if top else ONE)
+    # p times 2^n, a normal number within the limits on c: n joins the exponent of p.
+    power = np.int32(np.float32(shifted).view(np.int32) << _MANTISSA)
+    y = np.int32(np.float32(p).view(np.int32) + power).view(np.float32)
     y = y if x >= _EXP_LOW else ZERO
-    y = y if x <= _EXP_HIGH else INFINITY
-    return y if x == x else x
+    return y if x <= _EXP_HIGH else x + INFINITY
 
 
 @exact
