@@ -30,11 +30,18 @@ _DEVICE_SCORES = 1 << 28
 _CAUSAL_BLOCK = 64
 """Least number of query rows of a tile under a causal mask: smaller blocks skip more, but cost more calls."""
 
+_TURNED_ROWS = 16
+"""Rows whose elements a loop that exchanges rows and columns reads together: a line of the cache of each."""
+_TURNED_QUERIES = 32
+"""Least number of query rows of a group for which keys are copied, each of which reads the copy."""
+
 _Tile = tuple[slice, slice, slice, int, int]
 
 
 def _tiles(sizes: tuple[int, int, int, int, int], causal: bool, budget: int) -> Iterator[_Tile]:
     """Tiles as (batch, groups, query rows, number of keys seen, last key of the first row or more).
+
+    The last rows of a batch and group come first: of its tiles, the first one sees all keys.
 
     ``sizes`` is (batch, groups, heads per group, queries, keys).
     """
@@ -47,7 +54,7 @@ def _tiles(sizes: tuple[int, int, int, int, int], causal: bool, budget: int) -> 
     per_batch = min(batch, max(1, budget // (area * groups))) if per_group == groups else 1
     for n in range(0, batch, per_batch):
         for g in range(0, groups, per_group):
-            for i in range(0, queries, block):
+            for i in reversed(range(0, queries, block)):
                 stop = min(i + block, queries)
                 # Aligned at the end, as in decoding with a cache: the last query sees every key.
                 first = i + keys - queries if causal else keys
@@ -145,6 +152,32 @@ def _softmax_grad_rows(
                 change[j] = seen[j] * (change[j] - d) * scale
 
 
+@jit
+def _turn(x: Any, y: Any) -> None:
+    """y[a, b, j, i] = x[a, b, i, j], some rows of x at a time, which stay in the cache."""
+    for a in range(x.shape[0]):
+        for b in range(x.shape[1]):
+            matrix, turned = x[a, b], y[a, b]
+            whole = matrix.shape[0] - matrix.shape[0] % _TURNED_ROWS
+            for start in range(0, whole, _TURNED_ROWS):
+                for j in range(matrix.shape[1]):
+                    for i in range(_TURNED_ROWS):  # a constant number, for vector code
+                        turned[j, start + i] = matrix[start + i, j]
+            for j in range(matrix.shape[1]):
+                for i in range(whole, matrix.shape[0]):
+                    turned[j, i] = matrix[i, j]
+
+
+def _turned(k: Array, copies: bool) -> Array:
+    """[b, g, t, d] as [b, g, 1, d, t], a view, or a copy by rows: BLAS multiplies small matrices by it in
+    half to three quarters of the time."""
+    if not copies:
+        return k.swapaxes(-1, -2)[:, :, None]
+    y = np.empty((*k.shape[:2], k.shape[3], k.shape[2]), k.dtype)
+    _turn(k, y)
+    return y[:, :, None]
+
+
 def _softmax_tile(xp: Namespace, scores: Array, scale: float, first: int, compiled: bool) -> Array:
     """Turn raw scores [..., rows, seen] into probabilities in place; return logsumexp [..., rows]."""
     rows, seen = scores.shape[-2:]
@@ -219,19 +252,19 @@ def attention(
     if o.size == 0 or keys == 0:
         o[...], lse[...] = 0, -np.inf
         return store(xp, o, out_o), store(xp, lse, out_lse)
-    q, k, v = (
-        _grouped(blas_ready(q), groups),
-        blas_ready(k).swapaxes(-1, -2)[:, :, None],
-        blas_ready(v)[:, :, None],
-    )
     compiled = _compiled(xp, q, keys)
+    copies = compiled and turns(q, k)
+    q, k, v = _grouped(blas_ready(q), groups), blas_ready(k), blas_ready(v)[:, :, None]
     grouped_o, grouped_lse = _grouped(o, groups), _grouped(lse, groups)
     budget = _CACHE_SCORES if xp is np else _DEVICE_SCORES
+    turned, place = k, None
     for n, g, i, seen, first in _tiles(sizes, causal, budget):
         if seen == 0:
             grouped_o[n, g, :, i], grouped_lse[n, g, :, i] = 0, -np.inf
             continue
-        scores = xp.matmul(q[n, g, :, i], k[n, g, :, :, :seen])
+        if place != (n, g):
+            turned, place = _turned(k[n, g], copies), (n, g)
+        scores = xp.matmul(q[n, g, :, i], turned[..., :seen])
         grouped_lse[n, g, :, i] = _softmax_tile(xp, scores, factor, first, compiled)
         multiply_into(xp, scores, v[n, g, :, :seen], grouped_o[n, g, :, i])
         del scores  # before those of the next tile are made
@@ -270,6 +303,12 @@ def attention_of_one_query(
         scores /= scores.sum(axis=-1, keepdims=True)
     multiply_into(xp, scores, blas_ready(v), o.reshape(batch, groups, heads, v.shape[3]))
     return store(xp, o, out)
+
+
+def turns(q: Array, k: Array) -> bool:
+    """Whether a group has enough query rows that copies of its keys with rows and columns exchanged pay; they
+    are made for compiled loops only."""
+    return bool(q.shape[1] * q.shape[2] >= _TURNED_QUERIES * k.shape[1])
 
 
 def _compiled(xp: Namespace, q: Array, keys: int) -> bool:
@@ -361,34 +400,43 @@ def _attention_grad(
     factor = q.shape[3] ** -0.5 if scale is None else float(scale)
     outs = outputs(out, 3)
     dq, dk, dv = (empty(xp, w, x.shape, q.dtype) for w, x in zip(outs, (q, k, v), strict=True))
-    dk[...] = 0
-    dv[...] = 0
     if q.size == 0 or keys == 0:
-        dq[...] = 0
+        dq[...], dk[...], dv[...] = 0, 0, 0
         return store(xp, dq, outs[0]), store(xp, dk, outs[1]), store(xp, dv, outs[2])
+    compiled = _compiled(xp, q, keys)
+    copies = compiled and turns(q, k)
     q, do, k, v = blas_ready(q), blas_ready(do), blas_ready(k), blas_ready(v)
     q, do, o, lse = (_grouped(x, groups) for x in (q, do, o, lse))
-    compiled, grouped_dq = _compiled(xp, q, keys), _grouped(dq, groups)
+    grouped_dq = _grouped(dq, groups)
     budget = (_CACHE_SCORES if xp is np else _DEVICE_SCORES) // 2
+    turned, place = (k, v), None
     for n, g, i, seen, first in _tiles(sizes, causal, budget):
         if seen == 0:
             grouped_dq[n, g, :, i] = 0
             continue
-        near = k[n, g, None, :seen], v[n, g, None, :seen]
+        fresh = place != (n, g)
+        if fresh:
+            turned, place = (_turned(k[n, g], copies), _turned(v[n, g], copies)), (n, g)
         queries, change = q[n, g, :, i], do[n, g, :, i]
-        p = xp.matmul(queries, near[0].swapaxes(-1, -2))
-        ds = xp.matmul(change, near[1].swapaxes(-1, -2))
+        p = xp.matmul(queries, turned[0][..., :seen])
+        ds = xp.matmul(change, turned[1][..., :seen])
         delta = xp.einsum("...d,...d->...", change, o[n, g, :, i])
         _grad_tile(xp, p, ds, (factor, first, compiled), lse[n, g, :, i], delta)
-        dv[n, g, :seen] += _over_heads(xp, p, change)
-        dk[n, g, :seen] += _over_heads(xp, ds, queries)
-        multiply_into(xp, ds, near[0], grouped_dq[n, g, :, i])
+        _add_over_heads(xp, p, change, dv[n, g], fresh)
+        _add_over_heads(xp, ds, queries, dk[n, g], fresh)
+        multiply_into(xp, ds, k[n, g, None, :seen], grouped_dq[n, g, :, i])
         del p, ds  # before those of the next tile are made
     return store(xp, dq, outs[0]), store(xp, dk, outs[1]), store(xp, dv, outs[2])
 
 
-def _over_heads(xp: Namespace, p: Array, x: Array) -> Array:
-    """sum over heads and rows of p[..., head, row, key] * x[..., head, row, :], as one product per group."""
+def _add_over_heads(xp: Namespace, p: Array, x: Array, total: Array, fresh: bool) -> None:
+    """total[..., key, :] += sum over heads and rows of p[..., head, row, key] * x[..., head, row, :], as one
+    product per group; ``fresh`` where this is all of the total so far, and of all keys that any row sees."""
     p = p.reshape(*p.shape[:-3], -1, p.shape[-1])
     x = blas_ready(x.reshape(*x.shape[:-3], -1, x.shape[-1]))
-    return xp.matmul(p.swapaxes(-1, -2), x)
+    near = total[..., : p.shape[-1], :]
+    if fresh:
+        total[..., p.shape[-1] :, :] = 0
+        multiply_into(xp, p.swapaxes(-1, -2), x, near)
+    else:
+        near += xp.matmul(p.swapaxes(-1, -2), x)

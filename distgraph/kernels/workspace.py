@@ -19,7 +19,7 @@ import numpy as np
 
 from distgraph.kernels._common import Array, is_half
 from distgraph.kernels._jit import FUSED_MIN_SIZE
-from distgraph.kernels.attention import largest_tile
+from distgraph.kernels.attention import largest_tile, turns
 from distgraph.kernels.conv import (
     convolve_area,
     lines_apart,
@@ -130,10 +130,11 @@ def one_hot(ids: Array, *, classes: int, dtype: str, offset: int = 0, length: in
 
 
 def attention(q: Array, k: Array, v: Array, *, causal: bool = False, scale: float | None = None) -> int:
-    """The scores of a tile and their statistics."""
+    """The scores of a tile and their statistics, and its keys with rows and columns exchanged."""
     copied = sum(x.nbytes for x in (q, k, v) if not is_blas_ready(x))
-    rows, keys, _ = largest_tile(q, k, v, causal=causal)
-    return int(copied + q.itemsize * rows * (keys + 2))
+    rows, keys, groups = largest_tile(q, k, v, causal=causal)
+    turned = groups * keys * q.shape[3] if turns(q, k) else 0
+    return int(copied + q.itemsize * (rows * (keys + 2) + turned))
 
 
 def attention_from(q: Array, k: Array, v: Array, start: Array, *, scale: float) -> int:
@@ -147,11 +148,13 @@ def attention_from(q: Array, k: Array, v: Array, start: Array, *, scale: float) 
 def attention_grad(
     do: Array, q: Array, k: Array, v: Array, o: Array, lse: Array, *, causal: bool, scale: float | None = None
 ) -> int:
-    """Scores of a tile and their gradient, and one product with them that is to be added."""
+    """Scores of a tile and their gradient, one product with them that is to be added, and keys and values
+    with rows and columns exchanged."""
     copied = sum(x.nbytes for x in (do, q, k, v) if not is_blas_ready(x))
     rows, keys, groups = largest_tile(q, k, v, causal=causal, gradient=True)
     width = max(q.shape[3], v.shape[3])
-    return int(copied + q.itemsize * (rows * (2 * keys + 3) + width * (groups * keys + rows)))
+    turned = groups * keys * (q.shape[3] + v.shape[3]) if turns(q, k) else 0
+    return int(copied + q.itemsize * (rows * (2 * keys + 3) + width * (groups * keys + rows) + turned))
 
 
 # spatial

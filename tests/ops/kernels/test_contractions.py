@@ -168,6 +168,27 @@ def test_large_attention_gradients_follow_torch(causal: bool) -> None:
         np.testing.assert_allclose(g, w.numpy(), rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("heads", "groups", "queries", "keys"), [
+    (4, 4, 150, 150), (6, 2, 90, 117), (4, 4, 130, 40), (4, 1, 17, 200), (3, 3, 160, 64),
+])  # fmt: skip
+def test_compiled_attention_has_the_numbers_of_float64(
+    heads: int, groups: int, queries: int, keys: int, causal: bool
+) -> None:
+    """Also where keys are copied, and where the first of several tiles writes the gradients of all keys."""
+    wide = [draw(2, queries, heads, 24), draw(2, keys, groups, 24), draw(2, keys, groups, 20)]
+    wide = [x.transpose(0, 2, 1, 3) for x in (*wide, draw(2, queries, heads, 20))]
+    *operands, do = wide
+    narrow = [x.astype(np.float32) for x in wide]
+    o, lse = attention.attention(np, *operands, causal=causal)
+    o32, lse32 = attention.attention(np, *narrow[:3], causal=causal)
+    want = attention.attention_grad(np, do, *operands, o, lse, causal=causal)
+    got = attention.attention_grad(np, narrow[3], *narrow[:3], o32, lse32, causal=causal)
+    for a, b in zip((o, lse, *want), (o32, lse32, *got), strict=True):
+        assert b.dtype == np.float32
+        np.testing.assert_allclose(b, a, rtol=2e-5, atol=2e-5)
+
+
 @pytest.mark.parametrize("spatial", [(11,), (9, 8), (5, 6, 4)])
 def test_convolution_against_scipy(spatial: tuple[int, ...]) -> None:
     kernel = (3, 2, 4)[: len(spatial)]
