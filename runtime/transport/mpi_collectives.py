@@ -1,8 +1,9 @@
 """Collectives written as non-blocking sends and receives of MPI.
 
 Each collective is a generator of steps: it posts messages, yields their MPI requests, and is resumed when
-those are complete. The operations of one group must take their steps in the order in which they were started,
-so that messages with equal tags match in order. Every step of a collective has a tag of its own.
+those are complete. Step i of an operation is taken after step i of all operations of its group that were
+started before it, and the messages of step i have the tag of the group plus i: so those of one tag match in
+order, however many steps an operation has.
 
 Members of a group send to each other directly, except where a group has several members on one machine and
 others elsewhere. The bytes between machines then decide, and members pass long messages on (`Relays`): what
@@ -116,7 +117,8 @@ class Exchange:
         counts = even_counts(mine.size, len(group))
         own_part = mine[stretches(counts)[position]]
         yield from self._scatter(mine, own_part, counts, op, group, tag)
-        yield from self._gather(own_part, mine, counts, group, tag + 2)
+        steps = 1 if self._relayed(group, mine.nbytes) is None else 2
+        yield from self._gather(own_part, mine, counts, group, tag + steps)
 
     def all_gather(self, send: Array, recv: Array, counts: Sequence[int], group: Group) -> Steps:
         position, others = self._peers(group)
@@ -131,8 +133,8 @@ class Exchange:
         """Receive the others' parts; between machines, each from one member, which passes it on here."""
         _, others = self._peers(group)
         parts = {rank: recv[place] for rank, place in zip(group, stretches(counts), strict=True)}
-        relays = self._relays_of(group)
-        if relays is None or recv.nbytes < _RELAYED_BYTES:
+        relays = self._relayed(group, recv.nbytes)
+        if relays is None:
             yield self._exchange([(p, send) for p in others], [(p, parts[p]) for p in others], tag)
             return
         near = [p for p in others if p in relays.here]
@@ -148,8 +150,8 @@ class Exchange:
         """Reduce this rank's part of what all have."""
         _, others = self._peers(group)
         parts = {rank: send[place] for rank, place in zip(group, stretches(counts), strict=True)}
-        relays = self._relays_of(group)
-        if relays is not None and send.nbytes >= _RELAYED_BYTES:
+        relays = self._relayed(group, send.nbytes)
+        if relays is not None:
             yield from self._scatter_by_machine(parts, recv, op, relays, tag)
             return
         pieces = {peer: self._scratch_array(recv.size, recv.dtype) for peer in others}
@@ -188,6 +190,10 @@ class Exchange:
             reduce_in_order([pieces[rank] for rank in members], op, total)
         reduce_in_order(sums, op, out)
         self._release(sums)
+
+    def _relayed(self, group: Group, nbytes: int) -> Relays | None:
+        """The relays of a collective of that many bytes in all; None if it takes one step without them."""
+        return self._relays_of(group) if nbytes >= _RELAYED_BYTES else None
 
     def _relays_of(self, group: Group) -> Relays | None:
         if group not in self._relays:

@@ -80,13 +80,14 @@ class Operation:
 
     def _take_step(self) -> bool:
         """Take the next step if it can be taken now; returns whether it could."""
-        if self.requests and not self._transport.test_all(self.requests, self.what):
-            return False
-        if self.previous is not None:
-            if not self.previous.finished and self.previous._taken <= self._taken:
+        if self.requests:
+            if not self._transport.test_all(self.requests, self.what):
                 return False
-            if self.previous.finished:
-                self.previous = None
+            self.requests = []  # a test of complete ones would count as progress while another is waited for
+        while self.previous is not None and self.previous.finished:
+            self.previous = self.previous.previous  # which may have more steps, and not be finished
+        if self.previous is not None and self.previous._taken <= self._taken:
+            return False
         self._taken += 1
         try:
             self.requests = next(self._steps)

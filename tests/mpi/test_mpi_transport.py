@@ -93,6 +93,32 @@ def test_long_messages_between_machines_go_in_parts(
             transport.recv(np.zeros(300_001), 0, 7).wait()
 
 
+def test_a_wait_for_an_operation_behind_another_one_has_a_limit(
+    transport: MpiTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The messages of both have arrived here, but a step of the first waits for the second rank."""
+    pair = (0, 1)
+    if transport.rank < 2:
+        first, second = np.ones(4_000_000, np.float32), np.ones(10, np.float32)
+        transport.barrier(pair)
+        if transport.rank == 0:
+            monkeypatch.setattr(transport, "_limit", 1.0)
+            time.sleep(0.5)
+        requests = [transport.all_reduce(x, "sum", pair) for x in (first, second)]
+        if transport.rank == 1:
+            time.sleep(4)
+            requests[0].wait()
+        else:
+            with pytest.raises(RuntimeFault, match="progress"):
+                requests[0].wait()
+            monkeypatch.undo()
+            requests[0].wait()
+        requests[1].wait()
+        assert (first == 2).all()
+        assert (second == 2).all()
+    transport.barrier()
+
+
 def wait_beside(happened: Callable[[], bool]) -> None:
     """Sleep, as a rank that computes, without a call of the transport."""
     deadline = time.monotonic() + 30

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -133,3 +135,88 @@ def test_a_part_of_the_ranks(transport: MpiTransport) -> None:
         request.wait()
     assert (all_ones == transport.size).all()
     assert (one == (transport.size - 1 if transport.rank else 1)).all()
+
+
+@pytest.mark.usefixtures("spread")
+@pytest.mark.parametrize(
+    ("counts", "broadcasts"),
+    [
+        ([60_000, 50, 60_000], ()),
+        ([500_000, 10_000], ()),  # of 22 to 128 KiB for 4 ranks: in parts, but not passed on
+        ([2_000_000, 50, 40_000], ()),
+        ([2_000_000, 0, 40_000], ()),
+        ([2_000_000, 50, 40_000], (1,)),
+        ([500_000, 10_000], (0,)),
+    ],
+    ids=str,
+)
+def test_ranks_that_wait_in_opposite_orders(
+    transport: MpiTransport, counts: list[int], broadcasts: tuple[int, ...]
+) -> None:
+    """Operations of one group with different numbers of steps, of which the later ones may finish first."""
+    group = tuple(range(transport.size))
+    for _ in range(10):
+        requests = []
+        buffers = [np.full(n, (transport.rank + 1) * 10.0**i, "f4") for i, n in enumerate(counts)]
+        for i, x in enumerate(buffers):
+            in_turn = transport.broadcast(x, 0, group) if i in broadcasts else None
+            requests.append(in_turn or transport.all_reduce(x, "sum", group))
+        for request in requests[:: -1 if transport.rank % 2 else 1]:
+            request.wait()
+        for i, x in enumerate(buffers):
+            terms = 1 if i in broadcasts else transport.size * (transport.size + 1) // 2
+            assert (x == np.float32(10.0**i * terms)).all()
+
+
+REDUCE: dict[str, Any] = {"sum": np.sum, "max": np.max, "min": np.min, "prod": np.prod}
+
+
+def drawn(rank: int, count: int, turn: int, dtype: Any, op: str) -> np.ndarray:
+    """Whole numbers whose reductions are exact in 16 bits."""
+    number = np.arange(count) * 7 + 3 * rank + 5 * turn
+    return (number % (3 if op == "prod" else 11)).astype(dtype)
+
+
+def start_random(transport: MpiTransport, draw: random.Random, turn: int) -> tuple[Any, Any, Any] | None:
+    """Start an operation: its request, where its result lands, and that result; None outside the group."""
+    members = draw.sample(range(transport.size), transport.size)
+    group = tuple(members[: draw.choice([transport.size, max(2, transport.size - 1)])])
+    count, op = draw.choice([0, 1, 50, 7000, 9000, 33_000, 60_001, 400_000]), draw.choice(list(REDUCE))
+    kind, root = draw.choice(["all_reduce", "broadcast", "all_gather", "reduce_scatter"]), draw.choice(group)
+    dtype = draw.choice(["f4", "f8", "i2", "u1", ml_dtypes.bfloat16])
+    cuts = sorted(draw.randrange(count + 1) for _ in group[1:])
+    counts = [b - a for a, b in zip([0, *cuts], [*cuts, count], strict=True)]
+    if transport.rank not in group:
+        return None
+    place = stretches(counts)[group.index(transport.rank)]
+    terms = [drawn(rank, count, turn, dtype, op) for rank in group]
+    x = drawn(transport.rank, count, turn, dtype, op)
+    if kind == "broadcast":
+        return transport.broadcast(x, root, group), x, drawn(root, count, turn, dtype, op)
+    if kind == "all_gather":
+        out = np.zeros(count, dtype)
+        parts = [term[part] for term, part in zip(terms, stretches(counts), strict=True)]
+        return transport.all_gather(x[place].copy(), out, counts, group), out, np.concatenate(parts)
+    wide = np.float64 if dtype in ("f4", "f8", ml_dtypes.bfloat16) else dtype
+    total = REDUCE[op]([term.astype(wide) for term in terms], axis=0).astype(wide).astype(dtype)
+    if kind == "all_reduce":
+        return transport.all_reduce(x, op, group), x, total
+    out = np.zeros(counts[group.index(transport.rank)], dtype)
+    return transport.reduce_scatter(x, out, counts, op, group), out, total[place]
+
+
+def test_random_operations_in_flight(transport: MpiTransport, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of random groups on random machines, waited for in another order on every rank."""
+    draw, own = random.Random(7), random.Random(100 + transport.rank)
+    for _ in range(40):
+        machine_of = tuple(draw.randrange(draw.choice([2, 3])) for _ in range(transport.size))
+        transport.barrier()
+        monkeypatch.setattr(transport._exchange, "_machine_of", machine_of)
+        monkeypatch.setattr(transport._exchange, "_relays", {})
+        started = [start_random(transport, draw, turn) for turn in range(draw.randrange(2, 9))]
+        mine = [each for each in started if each is not None]
+        own.shuffle(mine)
+        for request, _, _ in mine:
+            request.wait()
+        for _, x, expected in mine:
+            np.testing.assert_array_equal(x, expected)
