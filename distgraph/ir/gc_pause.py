@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _MANY = 1 << 20
-"""Objects that were made inside from which on the collector does not look at all of them at once behind."""
+"""Number of new objects above which the collector does not search them as soon as it is switched on again."""
 
 
 @contextmanager

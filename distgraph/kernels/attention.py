@@ -30,9 +30,9 @@ _DEVICE_SCORES = 1 << 28
 _CAUSAL_BLOCK = 64
 """Least number of query rows of a tile under a causal mask: smaller blocks skip more, but cost more calls."""
 
-_TURNED_ROWS = 16
-"""Rows whose elements a loop that exchanges rows and columns reads together: a line of the cache of each."""
-_TURNED_QUERIES = 32
+_TRANSPOSED_ROWS = 16
+"""Rows whose elements the loop that transposes reads together: a line of the cache of each."""
+_COPIED_QUERIES = 32
 """Least number of query rows of a group for which keys are copied, each of which reads the copy."""
 
 _Tile = tuple[slice, slice, slice, int, int]
@@ -153,28 +153,28 @@ def _softmax_grad_rows(
 
 
 @jit
-def _turn(x: Any, y: Any) -> None:
+def _transpose(x: Any, y: Any) -> None:
     """y[a, b, j, i] = x[a, b, i, j], some rows of x at a time, which stay in the cache."""
     for a in range(x.shape[0]):
         for b in range(x.shape[1]):
-            matrix, turned = x[a, b], y[a, b]
-            whole = matrix.shape[0] - matrix.shape[0] % _TURNED_ROWS
-            for start in range(0, whole, _TURNED_ROWS):
+            matrix, transposed = x[a, b], y[a, b]
+            whole = matrix.shape[0] - matrix.shape[0] % _TRANSPOSED_ROWS
+            for start in range(0, whole, _TRANSPOSED_ROWS):
                 for j in range(matrix.shape[1]):
-                    for i in range(_TURNED_ROWS):  # a constant number, for vector code
-                        turned[j, start + i] = matrix[start + i, j]
+                    for i in range(_TRANSPOSED_ROWS):  # a constant number, for vector code
+                        transposed[j, start + i] = matrix[start + i, j]
             for j in range(matrix.shape[1]):
                 for i in range(whole, matrix.shape[0]):
-                    turned[j, i] = matrix[i, j]
+                    transposed[j, i] = matrix[i, j]
 
 
-def _turned(k: Array, copies: bool) -> Array:
+def _transposed(k: Array, copies: bool) -> Array:
     """[b, g, t, d] as [b, g, 1, d, t], a view, or a copy by rows: BLAS multiplies small matrices by it in
     half to three quarters of the time."""
     if not copies:
         return k.swapaxes(-1, -2)[:, :, None]
     y = np.empty((*k.shape[:2], k.shape[3], k.shape[2]), k.dtype)
-    _turn(k, y)
+    _transpose(k, y)
     return y[:, :, None]
 
 
@@ -253,18 +253,18 @@ def attention(
         o[...], lse[...] = 0, -np.inf
         return store(xp, o, out_o), store(xp, lse, out_lse)
     compiled = _compiled(xp, q, keys)
-    copies = compiled and turns(q, k)
+    copies = compiled and copies_transposed(q, k)
     q, k, v = _grouped(blas_ready(q), groups), blas_ready(k), blas_ready(v)[:, :, None]
     grouped_o, grouped_lse = _grouped(o, groups), _grouped(lse, groups)
     budget = _CACHE_SCORES if xp is np else _DEVICE_SCORES
-    turned, place = k, None
+    transposed, place = k, None
     for n, g, i, seen, first in _tiles(sizes, causal, budget):
         if seen == 0:
             grouped_o[n, g, :, i], grouped_lse[n, g, :, i] = 0, -np.inf
             continue
         if place != (n, g):
-            turned, place = _turned(k[n, g], copies), (n, g)
-        scores = xp.matmul(q[n, g, :, i], turned[..., :seen])
+            transposed, place = _transposed(k[n, g], copies), (n, g)
+        scores = xp.matmul(q[n, g, :, i], transposed[..., :seen])
         grouped_lse[n, g, :, i] = _softmax_tile(xp, scores, factor, first, compiled)
         multiply_into(xp, scores, v[n, g, :, :seen], grouped_o[n, g, :, i])
         del scores  # before those of the next tile are made
@@ -305,10 +305,9 @@ def attention_of_one_query(
     return store(xp, o, out)
 
 
-def turns(q: Array, k: Array) -> bool:
-    """Whether a group has enough query rows that copies of its keys with rows and columns exchanged pay; they
-    are made for compiled loops only."""
-    return bool(q.shape[1] * q.shape[2] >= _TURNED_QUERIES * k.shape[1])
+def copies_transposed(q: Array, k: Array) -> bool:
+    """Whether a group has enough query rows that transposed copies of its keys pay, in compiled loops."""
+    return bool(q.shape[1] * q.shape[2] >= _COPIED_QUERIES * k.shape[1])
 
 
 def _compiled(xp: Namespace, q: Array, keys: int) -> bool:
@@ -404,22 +403,22 @@ def _attention_grad(
         dq[...], dk[...], dv[...] = 0, 0, 0
         return store(xp, dq, outs[0]), store(xp, dk, outs[1]), store(xp, dv, outs[2])
     compiled = _compiled(xp, q, keys)
-    copies = compiled and turns(q, k)
+    copies = compiled and copies_transposed(q, k)
     q, do, k, v = blas_ready(q), blas_ready(do), blas_ready(k), blas_ready(v)
     q, do, o, lse = (_grouped(x, groups) for x in (q, do, o, lse))
     grouped_dq = _grouped(dq, groups)
     budget = (_CACHE_SCORES if xp is np else _DEVICE_SCORES) // 2
-    turned, place = (k, v), None
+    transposed, place = (k, v), None
     for n, g, i, seen, first in _tiles(sizes, causal, budget):
         if seen == 0:
             grouped_dq[n, g, :, i] = 0
             continue
         fresh = place != (n, g)
         if fresh:
-            turned, place = (_turned(k[n, g], copies), _turned(v[n, g], copies)), (n, g)
+            transposed, place = (_transposed(k[n, g], copies), _transposed(v[n, g], copies)), (n, g)
         queries, change = q[n, g, :, i], do[n, g, :, i]
-        p = xp.matmul(queries, turned[0][..., :seen])
-        ds = xp.matmul(change, turned[1][..., :seen])
+        p = xp.matmul(queries, transposed[0][..., :seen])
+        ds = xp.matmul(change, transposed[1][..., :seen])
         delta = xp.einsum("...d,...d->...", change, o[n, g, :, i])
         _grad_tile(xp, p, ds, (factor, first, compiled), lse[n, g, :, i], delta)
         _add_over_heads(xp, p, change, dv[n, g], fresh)

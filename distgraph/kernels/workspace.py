@@ -19,7 +19,7 @@ import numpy as np
 
 from distgraph.kernels._common import Array, is_half
 from distgraph.kernels._jit import FUSED_MIN_SIZE
-from distgraph.kernels.attention import largest_tile, turns
+from distgraph.kernels.attention import copies_transposed, largest_tile
 from distgraph.kernels.conv import (
     convolve_area,
     lines_apart,
@@ -130,11 +130,11 @@ def one_hot(ids: Array, *, classes: int, dtype: str, offset: int = 0, length: in
 
 
 def attention(q: Array, k: Array, v: Array, *, causal: bool = False, scale: float | None = None) -> int:
-    """The scores of a tile and their statistics, and its keys with rows and columns exchanged."""
+    """The scores of a tile and their statistics, and its keys transposed."""
     copied = sum(x.nbytes for x in (q, k, v) if not is_blas_ready(x))
     rows, keys, groups = largest_tile(q, k, v, causal=causal)
-    turned = groups * keys * q.shape[3] if turns(q, k) else 0
-    return int(copied + q.itemsize * (rows * (keys + 2) + turned))
+    transposed = groups * keys * q.shape[3] if copies_transposed(q, k) else 0
+    return int(copied + q.itemsize * (rows * (keys + 2) + transposed))
 
 
 def attention_from(q: Array, k: Array, v: Array, start: Array, *, scale: float) -> int:
@@ -149,12 +149,12 @@ def attention_grad(
     do: Array, q: Array, k: Array, v: Array, o: Array, lse: Array, *, causal: bool, scale: float | None = None
 ) -> int:
     """Scores of a tile and their gradient, one product with them that is to be added, and keys and values
-    with rows and columns exchanged."""
+    transposed."""
     copied = sum(x.nbytes for x in (do, q, k, v) if not is_blas_ready(x))
     rows, keys, groups = largest_tile(q, k, v, causal=causal, gradient=True)
     width = max(q.shape[3], v.shape[3])
-    turned = groups * keys * (q.shape[3] + v.shape[3]) if turns(q, k) else 0
-    return int(copied + q.itemsize * (rows * (2 * keys + 3) + width * (groups * keys + rows) + turned))
+    transposed = groups * keys * (q.shape[3] + v.shape[3]) if copies_transposed(q, k) else 0
+    return int(copied + q.itemsize * (rows * (2 * keys + 3) + width * (groups * keys + rows) + transposed))
 
 
 # spatial
