@@ -78,7 +78,7 @@ OpKind = Annotated[str, AfterValidator(_kind_of_op)]
 AnyDtype = Annotated[str, AfterValidator(_dtype)]
 
 
-@documented("error", "copied", "exponent")
+@documented("error", "copied", "exponent", "moved")
 @dataclass(frozen=True, slots=True)
 class MatmulRate:
     """How much of its peak a device reaches in contractions of one dtype.
@@ -87,9 +87,9 @@ class MatmulRate:
         efficiency: fraction of the peak that large matrices reach.
         half: sizes of m, n and k at which the efficiency falls to one half; 0 where the size does not matter.
         error: relative error of the fit, by name of the number.
-        copied: seconds for an element that is copied to be multiplied, or after it was; None where the
-            device multiplies operands of any order in place.
+        copied: seconds for an element that is copied before or after products; None where none has to be.
         exponent: how steeply the efficiency rises with a size; see `ComputeCost`.
+        moved: seconds for a byte, added to those of the FLOPs; None where a device does both at once.
     """
 
     efficiency: Fraction
@@ -97,6 +97,7 @@ class MatmulRate:
     error: Mapping[str, Error] = field(default_factory=dict, hash=False)
     copied: Seconds | None = None
     exponent: Exponent = 1.0
+    moved: Seconds | None = None
 
 
 @documented(complete=False)
@@ -108,8 +109,8 @@ class OpTable:
         bytes, flops: amounts of work in increasing order, one of them where there are `times`. None if the op
             costs the same as its class.
         times: seconds for each amount of work.
-        rates: of a convolution, seconds per FLOP, per element of its patches and per row of them (see
-            `ComputeCost`). None for other ops, and for a table with times.
+        rates, tile_rates: of a convolution, seconds per FLOP, element and row of its patches, or per FLOP,
+            copied element and tile of compiled loops (see `ComputeCost`). None for other ops, and with times.
         launch: seconds to start one such op; None if it is the launch time of all ops.
         error: mean relative error of the table against the measurements.
     """
@@ -118,6 +119,7 @@ class OpTable:
     flops: Annotated[tuple[Work, ...], Field(min_length=1)] | None = None
     times: Annotated[tuple[Seconds, ...], Field(min_length=1)] | None = None
     rates: Annotated[tuple[Seconds, ...], Field(min_length=3, max_length=3)] | None = None
+    tile_rates: Annotated[tuple[Seconds, ...], Field(min_length=3, max_length=3)] | None = None
     launch: Seconds | None = None
     error: Error | None = None
 
@@ -133,16 +135,16 @@ class OpTable:
 
     @model_validator(mode="after")
     def _matched(self) -> OpTable:
-        if self.rates is not None and (self.times or self.work):
+        given = [rates for rates in (self.rates, self.tile_rates) if rates is not None]
+        if given and (self.times or self.work):
             raise ValueError("either rates or times by an amount of work")
-        if self.rates is not None and not any(self.rates):
+        if not all(map(any, given)):
             raise ValueError("a rate above zero among the three")
-        alone = self.rates is not None or self.launch is not None
-        if self.times is None and alone and not self.work:
+        if self.times is None and (given or self.launch is not None) and not self.work:
             return self
         if self.times is None or (self.bytes is None) == (self.flops is None):
             raise ValueError(
-                "times by bytes or by flops, one of them, or a launch time, or rates of a convolution"
+                "times by bytes or by flops, one of them, a launch time, or rates of a convolution"
             )
         if len(self.work) != len(self.times):
             raise ValueError(f"as many times as amounts of work ({len(self.work)}), not {len(self.times)}")
@@ -156,7 +158,7 @@ class OpTable:
 def _rates_of_patches(ops: Mapping[str, Mapping[str, OpTable]]) -> Mapping[str, Mapping[str, OpTable]]:
     for op, tables in ops.items():
         rated = [name for name, declared in REGISTRY.items() if declared.patches is not None]
-        if op not in rated and any(table.rates is not None for table in tables.values()):
+        if op not in rated and any(table.rates or table.tile_rates for table in tables.values()):
             raise ValueError(f"rates of {', '.join(rated)} alone, and times for {op}")
     return ops
 
@@ -167,9 +169,7 @@ OpTables = Annotated[Mapping[OpKind, Mapping[AnyDtype, OpTable]], AfterValidator
 @documented(complete=False)
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Cost model of computation on a device, apart from its peaks. A number that is not stated is None.
-
-    See `ComputeCost` for how the numbers are used.
+    """Numbers of `ComputeCost` for a device, apart from its peaks. One that is not stated is None.
 
     Attributes:
         launch: seconds to start one op.

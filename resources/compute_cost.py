@@ -4,6 +4,8 @@ There are four classes of ops; each includes the time to start the op:
 
     matmul   launch + copied elements * copied
              + max(flops / (peak * e), bytes / (memory bandwidth * memory_efficiency))
+             or, if the file states `moved`,
+             launch + copied elements * copied + flops / (peak * e) + bytes * moved
     memory   launch + bytes / (memory bandwidth * memory_efficiency)
     lookup   launch + bytes / (memory bandwidth * lookup_efficiency)
     launch   launch
@@ -11,7 +13,8 @@ There are four classes of ops; each includes the time to start the op:
     e = efficiency / (f(m_half / m) * f(n_half / n) * f(k_half / k))
     f(r) = 1 + r**exponent if r < 1 else 1 + r
 
-A matmul follows a roofline model whose compute roof is lower for small matrices: partly filled tiles at the
+A matmul follows a roofline model (a CPU that packs operands before it multiplies them does one after the
+other, hence `moved`) whose compute roof is lower for small matrices: partly filled tiles at the
 edges waste work, and a short contraction does not hide the filling and draining of the pipeline. In a batch
 every matrix has its own edges, so m, n and k are those of one matrix; the batch only shares the launch. A
 contraction copies an operand, or its product, where a group of indices that the product takes for one is not
@@ -28,7 +31,11 @@ rates instead of times, because the cost of the copies does not depend on the nu
     launch + flops * per_flop + patches * per_patch + rows * per_row
 
 The patches have samples * channels * window * output elements, in rows as long as the last dim of the output.
-Sharding the output channels therefore divides only the FLOPs.
+Sharding the output channels therefore divides only the FLOPs. On a CPU, compiled loops multiply windows where
+they lie, in tiles of several outputs and places, of which those at the edges are filled in part (Goto and van
+de Geijn, Anatomy of High-Performance Matrix Multiplication, 2008). Where these were measured (`tile_rates`):
+
+    launch + tiles' flops * per_flop + copied elements * per_element + tiles * per_tile
 """
 
 from __future__ import annotations
@@ -38,7 +45,7 @@ import math
 import numpy as np
 
 from distgraph.errors import ResourceError
-from distgraph.ir.op_registry import MatmulDims, Patches
+from distgraph.ir.op_registry import MatmulDims, Patches, Tiles
 from distgraph.resources.cluster import Cluster, Device, OpTable
 
 _EXAMPLES = {"launch": "5 us", "memory_efficiency": "0.8", "lookup_efficiency": "0.3"}
@@ -70,6 +77,7 @@ class ComputeCost:
         op: str = "",
         patches: Patches = (0.0, 0.0),
         copied: float = 0.0,
+        tiles: Tiles = (0.0, 0.0, 0.0),
     ) -> float:
         """Seconds of one op.
 
@@ -83,6 +91,7 @@ class ComputeCost:
             op: kind of the op (see `passes.work`), where a table for it may be used.
             patches: of a convolution.
             copied: elements that a matmul copies.
+            tiles: of a convolution by compiled loops.
 
         Raises:
             ResourceError: an unknown class, or a number that the resource file does not state.
@@ -95,6 +104,8 @@ class ComputeCost:
         table = tables.get(op, tables.get(op.removesuffix("+="), {})).get(dtype)
         if table is not None and table.launch is not None:
             seconds = table.launch
+        if table is not None and table.tile_rates is not None and any(tiles):
+            return seconds + float(np.dot(table.tile_rates, tiles))
         if table is not None and table.rates is not None:
             return seconds + float(np.dot(table.rates, (flops, *patches)))
         if table is not None and table.times:
@@ -106,7 +117,10 @@ class ComputeCost:
             rate = hardware.compute.matmul.get(dtype)
             if rate is not None and rate.copied is not None:
                 seconds += copied * rate.copied
-            return seconds + max(flops / self.matmul_rate(device, dtype, dims), moving)
+            computing = flops / self.matmul_rate(device, dtype, dims)
+            if rate is not None and rate.moved is not None:
+                return seconds + computing + nbytes * rate.moved
+            return seconds + max(computing, moving)
         return seconds + moving
 
     def matmul_rate(self, device: int, dtype: str, dims: MatmulDims) -> float:

@@ -39,8 +39,8 @@ Windows = tuple[tuple[int, tuple[tuple[int, int], ...]], ...]  # (dim, (start, s
 Reads = Callable[[Op, int, int, int, int], tuple[int, int]]
 View = Literal["", "same", "contiguous", "strided"]
 MatmulDims = tuple[int, int, int, int]
-Patches = tuple[float, float]
-"""Number of elements of the patches, and number of their contiguous rows."""
+Patches = tuple[float, float]  # number of elements of the patches, and of their contiguous rows
+Tiles = tuple[float, float, float]  # FLOPs of whole tiles, elements that are copied for them, tiles
 
 WIDE = "wide"
 """Attribute of a product of 16-bit operands whose result is in f32, see `OpDef.wide`."""
@@ -153,7 +153,7 @@ class OpDef:
         cost: matmul, memory, lookup or launch: which cost model applies.
         factors: for cost matmul, the two operands whose index terms give (batch, m, n, k).
         matmul_dims: (batch, m, n, k) of an op with cost matmul of other operands; it has a table of its own.
-        patches: for cost matmul, how many elements of windows the kernel multiplies, and contiguous rows.
+        patches, tiles: for cost matmul, what copies of windows, and compiled loops without them, multiply.
         copied: for cost matmul, how many elements the NumPy kernel copies to multiply them, or after it has.
         one_hot: whether it is a product with one-hot rows: completion propagates axes as through a matmul.
         anywhere: whether an op without operands has its result on every mesh: each that reads it has a copy.
@@ -195,6 +195,7 @@ class OpDef:
     factors: tuple[int, int] = (0, 1)
     matmul_dims: Callable[[Op], MatmulDims] | None = None
     patches: Callable[[Op], Patches] | None = None
+    tiles: Callable[[Op], Tiles] | None = None
     copied: Callable[[Op], int] | None = None
     one_hot: bool = False
     anywhere: bool = False
@@ -488,9 +489,8 @@ def broadcast_rule(shapes: Shapes, results: int) -> Rule:
     try:
         shape = np.broadcast_shapes(*shapes)
     except ValueError:
-        raise GraphError(
-            f"shapes {' and '.join(map(str, shapes))} do not broadcast; reshape one of them"
-        ) from None
+        text = " and ".join(map(str, shapes))
+        raise GraphError(f"shapes {text} do not broadcast; reshape one of them") from None
     letters = tuple(f"i{d}" for d in range(len(shape)))
     terms = []
     for sizes in shapes:

@@ -23,7 +23,13 @@ from distgraph.kernels.windows.window import (
     spread,
     window_of,
 )
-from distgraph.kernels.windows.window_products import convolve, kernel_gradient, multiplies_windows
+from distgraph.kernels.windows.window_products import (
+    convolution_tiles,
+    convolve,
+    gradient_tiles,
+    kernel_gradient,
+    multiplies_windows,
+)
 
 _ADDED = 2
 """Copies of an element that take as long as adding one to where it came from (NumPy, rows of 14 to 56)."""
@@ -52,6 +58,39 @@ def patches(
         return 0.0, 0.0
     elements = prod(x[:2]) * prod(w[2:]) * prod(y[2:])
     return float(elements), elements / y[-1]
+
+
+def tiles(
+    what: str,
+    x: Sequence[int],
+    w: Sequence[int],
+    y: Sequence[int],
+    *,
+    is_f32: bool,
+    groups: int = 1,
+    **steps: Any,
+) -> tuple[float, float, float]:
+    """FLOPs, copied elements and tiles of compiled loops (see `windows/window_products.py`), as `patches`;
+    zeros where they are not used.
+
+    Args:
+        what, x, w, y: as of `patches`.
+        is_f32: whether the operands are multiplied in float32.
+        groups, steps: as of `conv`.
+    """
+    if not all(map(prod, (x, w, y))) or not is_f32:
+        return 0.0, 0.0, 0.0
+    window = window_of(what, x[2:], w[2:], **steps)
+    read, kernel, loops = x, w, gradient_tiles if what == "conv_grad_weight" else convolution_tiles
+    one = np.zeros((), np.float32)
+    if what == "conv_grad_input":
+        turned = turned_window(np, window, np.broadcast_to(one, y), np.broadcast_to(one, w), groups)
+        if turned is None:
+            return 0.0, 0.0, 0.0
+        window, read, kernel = turned, y, turned_shape(w, groups)
+    if not multiplies_windows(np, (np.broadcast_to(one, read),), window, kernel, groups):
+        return 0.0, 0.0, 0.0
+    return loops(window, read, kernel, groups)
 
 
 def lines_apart(xp: Namespace, window: Window) -> bool:

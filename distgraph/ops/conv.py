@@ -19,6 +19,7 @@ import numpy as np
 
 from distgraph.errors import GraphError
 from distgraph.errors.arguments import Count, Size, checked_arguments
+from distgraph.ir.dtypes import is_float
 from distgraph.ir.graph import Op, Value
 from distgraph.ir.index_rule import Rule, bind
 from distgraph.ir.op_registry import (
@@ -30,6 +31,7 @@ from distgraph.ir.op_registry import (
     Patches,
     Shape,
     Shapes,
+    Tiles,
     define,
     flops,
 )
@@ -250,6 +252,12 @@ def _patches(op: Op, x: Value, w: Value, y: Value) -> Patches:
     return kernels.patches(op.kind, x.shape, w.shape, y.shape, **_options(op.attrs))
 
 
+def _tiles(op: Op, x: Value, w: Value, y: Value) -> Tiles:
+    narrow = is_float(x.dtype) and x.dtype != "f64"
+    groups, options = op.attrs["groups"], _options(op.attrs)
+    return kernels.tiles(op.kind, x.shape, w.shape, y.shape, is_f32=narrow, groups=groups, **options)
+
+
 define(
     "conv",
     _conv_rule,
@@ -263,6 +271,7 @@ define(
     cost="matmul",
     matmul_dims=_matmul_dims(itemgetter(1)),
     patches=lambda op: _patches(op, op.operands[0], op.operands[1], op.result),
+    tiles=lambda op: _tiles(op, op.operands[0], op.operands[1], op.result),
     workspace=workspace.conv,
 )
 define(
@@ -277,6 +286,7 @@ define(
     cost="matmul",
     matmul_dims=_matmul_dims(itemgetter(1)),
     patches=lambda op: _patches(op, op.result, op.operands[1], op.operands[0]),
+    tiles=lambda op: _tiles(op, op.result, op.operands[1], op.operands[0]),
     workspace=workspace.conv_grad_input,
 )
 define(
@@ -291,6 +301,7 @@ define(
     cost="matmul",
     matmul_dims=_matmul_dims(lambda shape: math.prod(shape[1:])),
     patches=lambda op: _patches(op, op.operands[0], op.result, op.operands[1]),
+    tiles=lambda op: _tiles(op, op.operands[0], op.result, op.operands[1]),
     workspace=workspace.conv_grad_weight,
     wide=True,
 )

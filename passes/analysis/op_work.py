@@ -13,6 +13,7 @@ from distgraph.ir.graph import Op
 from distgraph.ir.op_registry import (
     MatmulDims,
     Patches,
+    Tiles,
     flops,
     local_attrs,
     local_shapes,
@@ -36,6 +37,8 @@ class Work:
         patches: of a convolution: elements, and rows, of what is copied out of its input to be multiplied, or
             added to its gradient.
         copied: elements that a contraction copies, as they are not in the order in which they are multiplied.
+        tiles: of a convolution that compiled loops of the CPU compute: FLOPs of whole tiles, elements that
+            are copied for them, number of tiles.
     """
 
     kind: str
@@ -46,11 +49,13 @@ class Work:
     op: str = ""
     patches: Patches = (0.0, 0.0)
     copied: float = 0.0
+    tiles: Tiles = (0.0, 0.0, 0.0)
 
     @property
-    def amounts(self) -> tuple[str, float, float, str, MatmulDims, str, Patches, float]:
+    def amounts(self) -> tuple[str, float, float, str, MatmulDims, str, Patches, float, Tiles]:
         """What `ComputeCost.time` asks for."""
-        return self.kind, self.flops, self.nbytes, self.dtype, self.dims, self.op, self.patches, self.copied
+        windows = self.patches, self.copied, self.tiles
+        return self.kind, self.flops, self.nbytes, self.dtype, self.dims, self.op, *windows
 
 
 NOTHING = Work("none")
@@ -81,8 +86,9 @@ def work_of(op: Op, read: Sequence[int], adds: bool = False) -> Work:
         return Work(kind, 0.0, total, dtype, op=op.kind)
     patches = (0.0, 0.0) if declared.patches is None else declared.patches(op)
     copied = 0.0 if declared.copied is None else declared.copied(op)
+    tiles = (0.0, 0.0, 0.0) if declared.tiles is None else declared.tiles(op)
     kind = op.kind + "+=" if adds else op.kind
-    return Work("matmul", flops(op), total, dtype, matmul_dims(op), kind, patches, copied)
+    return Work("matmul", flops(op), total, dtype, matmul_dims(op), kind, patches, copied, tiles)
 
 
 def local_work(op: Op, rank: int) -> Work:

@@ -106,7 +106,7 @@ def fit_compute(
     for dtype in dict.fromkeys(work.dtype for work, _ in samples):
         products = [s for s in _select(samples, "matmul") if s[0].dtype == dtype and _costs_by_shape(s[0].op)]
         if products:
-            fit = fit_matmul(products, per_byte)
+            fit = fit_matmul(products)
             for op, start in fit.launches.items():
                 launches.setdefault(op, {})[dtype] = OpTable(launch=start)
             if dtype not in peak:
@@ -114,7 +114,7 @@ def fit_compute(
             efficiency = _fraction(fit.rate / peak.get(dtype, fit.rate))
             per_flop[dtype] = 1 / fit.rate
             error_of = {"efficiency": fit.error}
-            rates[dtype] = MatmulRate(efficiency, fit.half, error_of, fit.copied, fit.exponent)
+            rates[dtype] = MatmulRate(efficiency, fit.half, error_of, fit.copied, fit.exponent, fit.moved)
     ops = {**fit_tables(samples, per_byte, per_flop), **launches}
     compute = Compute(launch, _fraction(1 / (per_byte * bandwidth)), lookup_efficiency, rates, ops, error)
     return ComputeFit(compute, bandwidth, measured)
@@ -182,17 +182,28 @@ def fit_tables(
 
 
 def fit_rates(samples: Sequence[tuple[Work, float]], least: float = 0.0) -> OpTable:
-    """Seconds to start a convolution, for a FLOP, for an element and for a row of its patches.
+    """Seconds to start a convolution, for a FLOP, for an element and for a row of its patches; and of those
+    that compiled loops compute, for a FLOP, a copied element and a tile.
 
     Args:
         samples: of one kind, of which not all have as many patches for a FLOP, nor rows as long.
         least: seconds of a FLOP of large matmuls; patches are not multiplied in less.
     """
-    rows, seconds = np.array([(1.0, w.flops, *w.patches) for w, _ in samples]), _seconds(samples)
-    start, *rates = map(float, expected(rows, seconds, least * rows[:, 1]))
-    per_flop, per_patch, per_row = rates[0] + least, rates[1], rates[2]
-    wrong = mean_error(rows @ (start, per_flop, per_patch, per_row), seconds)
-    return OpTable(error=wrong, launch=max(start, 1e-9), rates=(per_flop, per_patch, per_row))
+    none, seconds = (0.0, 0.0, 0.0), _seconds(samples)
+    rows = np.array(
+        [(1.0, *none, *w.tiles) if any(w.tiles) else (1.0, w.flops, *w.patches, *none) for w, _ in samples]
+    )
+    limits = least * (rows[:, 1] + rows[:, 4])
+    start, *rates = map(float, expected(rows, seconds, limits))
+    rates[0], rates[3] = rates[0] + least, rates[3] + least
+    wrong = mean_error(rows @ (start, *rates), seconds)
+    copies, loops = rows[:, 1].any(), rows[:, 4].any()
+    return OpTable(
+        error=wrong,
+        launch=max(start, 1e-9),
+        rates=(rates[0], rates[1], rates[2]) if copies else None,
+        tile_rates=(rates[3], rates[4], rates[5]) if loops else None,
+    )
 
 
 def fit_table(unit: str, amounts: Vector, seconds: Vector) -> OpTable:

@@ -63,9 +63,10 @@ def evaluate(cluster: Cluster, runs: Runs, ranks: int = 1, sharing: CoreSharing 
         seconds = [average(column) for column in zip(*kept_runs(entry), strict=True)]
         if "works" in entry:
             works = [
-                Work(**(work | {n: tuple(work[n]) for n in ("dims", "patches")})) for work in entry["works"]
+                Work(**(work | {n: tuple(work[n]) for n in ("dims", "patches", "tiles")}))
+                for work in entry["works"]
             ]
-            samples.setdefault(key.partition("|")[0], []).extend(zip(works, seconds, strict=True))
+            samples.setdefault(key.partition("|")[0], []).extend(_means(works, seconds))
             continue
         if "tasks" in entry:
             host_steps.setdefault(key.partition("|")[0], []).append((entry["tasks"], seconds[0]))
@@ -102,6 +103,14 @@ def evaluate(cluster: Cluster, runs: Runs, ranks: int = 1, sharing: CoreSharing 
     }
     rounds = [len(kept_runs(entry)) for entry in runs.values()]
     return Measured(compute, links, tuple(tables), disturbances, tuple(rounds))
+
+
+def _means(works: Iterable[Work], seconds: Iterable[float]) -> list[tuple[Work, float]]:
+    """Equal works of a program, each once, with the mean of their seconds."""
+    spans: dict[Work, list[float]] = {}
+    for work, span in zip(works, seconds, strict=True):
+        spans.setdefault(work, []).append(span)
+    return [(work, statistics.fmean(several)) for work, several in spans.items()]
 
 
 def _fit_of_device(

@@ -48,6 +48,7 @@ class WorkEntry(Entry):
     op: str
     patches: Annotated[list[Amount], Field(min_length=2, max_length=2)]
     copied: Amount
+    tiles: Annotated[list[Amount], Field(min_length=3, max_length=3)]
 
 
 class MessageEntry(Entry):

@@ -5,6 +5,8 @@
 forecast. Lengths grow by a constant factor from a few to some thousand; they are multiples of 8, as those of
 most programs, but no powers of two. Each pair of two lengths is met once, with the third length (the batch)
 rotating, so that every kind of op is met with few and with many FLOPs per byte. `cost_fitting` interpolates.
+A product is measured with several operands in turn, and layers with a large matrix, as most products of a
+step multiply weights that were last used a step before and are no longer in the nearest caches.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import Any, Final
 
 from distgraph import nn, ops
 from distgraph.array_api.trace import trace
+from distgraph.ir.dtypes import itemsize
 from distgraph.ir.graph import Graph
 from distgraph.optim import SGD, Adam, AdamW, Optimizer
 from distgraph.passes.pass_pipeline import pipeline, run_passes
@@ -29,6 +32,8 @@ LENGTHS: Final = (6, 24, 112, 528, 2480)
 _MOST_FLOPS: Final = 4e8
 _FEW_FLOPS: Final = 4e6
 """Products of so few are timed together in one program."""
+_MOST_COPIES: Final = 16  # operands of products of one shape
+_COLD_BYTES: Final = 2**26  # that no caches hold
 STREAM_SIZES: Final = tuple(3 * 4**power for power in range(3, 12))
 """Elements: 768 bytes to 48 MiB of f32."""
 _TEXTS: Final = ((20, 5, 1), (12, 56, 264), (24, 72, 216))
@@ -56,8 +61,11 @@ def probes() -> tuple[Probe, ...]:
         shapes = [shape for shape in triples if 2 * _size(shape) <= _MOST_FLOPS]
         small = [shape for shape in shapes if 2 * _size(shape) <= _FEW_FLOPS]
         programs.append(Probe(f"matmul/{dtype}/small", partial(_products, dtype, small)))
-        large = {f"matmul/{dtype}/{_name(s)}": s for s in shapes if s not in small}
-        programs += [Probe(name, partial(_products, dtype, [shape])) for name, shape in large.items()]
+        large = {shape: _copies(shape, itemsize(dtype)) for shape in shapes if shape not in small}
+        programs += [
+            Probe(f"matmul/{dtype}/{_name(shape)}", partial(_products_of_layers, dtype, shape, count))
+            for shape, count in large.items()
+        ]
     for rows, width in product(LENGTHS[2:], _NARROW):
         programs.append(Probe(f"rows/{rows}x{width}", partial(_narrow_rows, rows, width)))
     for shape in _rotated((6, 3, 12), LENGTHS[:3], LENGTHS[:3]):
@@ -71,7 +79,9 @@ def probes() -> tuple[Probe, ...]:
             programs.append(Probe(f"residual/{_name(shape)}", partial(_residual, *shape)))
     for batch, width in product(LENGTHS[1:3], LENGTHS[2:4]):
         programs.append(Probe(f"perceptron/{batch}x{width}", partial(_perceptron, batch, width)))
+    programs += [Probe(f"layer/{batch}", partial(_layer, batch)) for batch in LENGTHS[:3]]
     programs += [
+        Probe("layer/micro", partial(_layer, LENGTHS[0]), _MICRO),
         Probe("transformer/micro", partial(_transformer, 5, 56, 72), _MICRO),
         Probe("convolution/micro", partial(_convolution, 10, 24, 12), _MICRO),
         Probe("perceptron/micro", partial(_perceptron, 24, 112), _MICRO),
@@ -87,6 +97,13 @@ def probes() -> tuple[Probe, ...]:
 def _size(shape: Sequence[int]) -> int:
     m, n, k = shape
     return m * n * k
+
+
+def _copies(shape: Sequence[int], width: int) -> int:
+    """Number of products of a shape, of elements of some bytes, whose operands are in no near cache."""
+    m, n, k = shape
+    nbytes = width * (m * k + k * n + m * n)
+    return max(1, int(min(_MOST_COPIES, _COLD_BYTES // nbytes, _MOST_FLOPS // (2 * _size(shape)))))
 
 
 def _name(shape: Sequence[int]) -> str:
@@ -108,6 +125,24 @@ def _products(dtype: str, shapes: Sequence[tuple[int, int, int]]) -> Graph:
         half = len(shapes)
         return tuple(ops.matmul(a, b) for a, b in zip(tensors[:half], tensors[half:], strict=True))
 
+    return trace(program, *inputs, name="matmul")
+
+
+def _products_of_layers(dtype: str, shape: tuple[int, int, int], count: int) -> Graph:
+    """Products of one shape, each of other operands: of layers, and of the gradients of inputs and weights,
+    in which one operand is read across its rows."""
+    m, n, k = shape
+    kinds = [("mk,kn", (m, k), (k, n)), ("mk,nk", (m, k), (n, k)), ("km,kn", (k, m), (k, n))]
+    chosen = [kinds[i % len(kinds)] for i in range(count)]
+
+    def program(*tensors: Tensor) -> Any:
+        pairs = zip(chosen, tensors[::2], tensors[1::2], strict=True)
+        return tuple(
+            ops.matmul(a, b) if spec == "mk,kn" else ops.einsum(f"{spec}->mn", a, b)
+            for (spec, _, _), a, b in pairs
+        )
+
+    inputs = [(shape_of, dtype) for _, left, right in chosen for shape_of in (left, right)]
     return trace(program, *inputs, name="matmul")
 
 
@@ -245,6 +280,12 @@ def _perceptron(batch: int, width: int) -> Graph:
         nn.Linear(56, width), nn.ReLU(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 12)
     )
     return _training(model, (((batch, 56), "f32"), ((batch,), "i32")), SGD(lr=1e-3, momentum=0.9))
+
+
+def _layer(batch: int) -> Graph:
+    """A layer whose matrix, its gradient and its optimizer states take 20 MiB."""
+    model = nn.Sequential(nn.Linear(*LENGTHS[3:]), nn.ReLU(), nn.Linear(LENGTHS[4], 12))
+    return _training(model, (((batch, LENGTHS[3]), "f32"), ((batch,), "i32")), Adam())
 
 
 def _training(model: nn.Module, batch: Sequence[tuple[tuple[int, ...], str]], optimizer: Optimizer) -> Graph:

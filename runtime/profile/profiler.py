@@ -50,7 +50,7 @@ from distgraph.serialization.documents import refuse, shown
 _REPEATS: Final = 15
 _SAVE_SECONDS: Final = 1.0
 _ATTEMPTS: Final = 2  # rounds in all, as a multiple of those that are wanted undisturbed
-_FORMAT: Final = 12  # of the store
+_FORMAT: Final = 13  # of the store
 _CLOSE: Final = -1  # in place of the position of an item: the window of the measurements ends
 _CACHED_BYTES: Final = 32 * 2**20  # a larger program is compiled again for every run
 _SCRIPT: Final = """from distgraph.runtime.profile.profiler import rank_main

@@ -241,9 +241,8 @@ def _round(number: float) -> float:
 
 _FORMATS: Final[Mapping[str, Callable[[float], Any]]] = {
     **dict.fromkeys(("launch", "op", "task", "step", "message", "times", "busy"), format_time),
-    "copied": lambda seconds: f"{seconds * 1e9:.5g} ns",
+    **dict.fromkeys(("copied", "moved", "rates", "tile_rates"), lambda seconds: f"{seconds * 1e9:.5g} ns"),
     **dict.fromkeys(("bytes", "sizes"), _format_size),
     "flops": lambda work: f"{work:.12g} FLOP",
-    "rates": lambda seconds: f"{seconds * 1e9:.5g} ns",
 }
 """Field -> how its numbers are written; others as rounded numbers."""

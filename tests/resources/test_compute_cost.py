@@ -56,6 +56,22 @@ def test_a_convolution_is_priced_by_flops_and_patches():
     assert cost.time(0, *amounts, "conv_grad_input", (4e6, 1e5)) == cost.time(0, *amounts)
 
 
+def test_a_convolution_in_tiles_is_priced_by_them_where_the_file_says_what_they_cost():
+    rates = {"launch": "3 us", "rates": ["2 ps", "0.5 ns", "7 ns"], "tile_rates": ["1 ps", "2 ns", "9 ns"]}
+    cost = ComputeCost(device_of(COMPUTE | {"ops": {"conv": {"f32": rates}}}))
+    amounts = ("matmul", 1e9, 5e6, "f32", (1, 300, 150, 75), "conv", (4e6, 1e5), 0.0)
+    assert cost.time(0, *amounts, (2e9, 1e6, 1e4)) == pytest.approx(3e-6 + 2e-3 + 2e-3 + 9e-5)
+    assert cost.time(0, *amounts) == pytest.approx(3e-6 + 2e-3 + 2e-3 + 7e-4)
+    alone = ComputeCost(device_of(COMPUTE | {"ops": {"conv": {"f32": {"rates": rates["rates"]}}}}))
+    assert alone.time(0, *amounts, (2e9, 1e6, 1e4)) == alone.time(0, *amounts)
+
+
+def test_bytes_of_a_product_are_added_where_the_file_says_what_they_cost():
+    rate = {"f32": {"efficiency": 0.5, "half": [0, 0, 0], "moved": "0.2 ns"}}
+    cost = ComputeCost(device_of({**COMPUTE, "matmul": rate}))
+    assert cost.time(0, "matmul", 1e9, 3e6, "f32", (1, 300, 150, 75)) == pytest.approx(2e-6 + 2e-4 + 6e-4)
+
+
 def test_a_product_is_priced_by_what_it_copies_where_the_file_says_what_that_costs():
     rate = {"f32": {"efficiency": 0.5, "half": [0, 0, 0], "copied": "0.5 ns"}}
     amounts = ("matmul", 1e9, 0.0, "f32", (2, 300, 150, 75), "einsum", (0.0, 0.0))

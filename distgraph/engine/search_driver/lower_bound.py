@@ -14,7 +14,8 @@ rate of its whole shape; any other op reads and writes w_o bytes at the bandwidt
 A rank that does the share x of an op takes at least x p_do: the launch is not shared, and rates do not rise
 as matrices get smaller. Where a resource file has a measured table for the kind of op, the rate is the best
 of the table. A convolution of which patches were measured has them in p_do: whoever does the share x of its
-FLOPs copies at least the share x of its patches and rows. The shares of all ranks make each op at least once,
+FLOPs copies at least the share x of its patches and rows. Of one that is computed in tiles only its own FLOPs
+count, as a part may fill its tiles better than the whole. The shares of all ranks make each op at least once,
 no rank works longer than the step takes, and there are n_d devices of kind d, so the step takes at least
 
     min T   subject to   sum_d x_do >= 1,   sum_o x_do p_do <= n_d T,   x >= 0,
@@ -34,6 +35,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
+from itertools import product
 
 import numpy as np
 
@@ -141,10 +143,12 @@ def _read_bytes(fold: Fold, index: int) -> int:
 
 
 def _product(op: Op) -> list[Work]:
-    """The FLOPs of a product. With windows of one element nothing is copied for patches."""
+    """The FLOPs of a product. With windows of one element nothing is copied for patches, and tiles have at
+    least the FLOPs of what is computed in them."""
     work = replace(work_of(op, [0] * len(op.operands)), nbytes=0.0, copied=0.0)
     single = op.kind == "conv" and math.prod(op.operands[1].shape[2:]) == 1
     work = replace(work, patches=(0.0, 0.0)) if single else work
+    work = replace(work, tiles=(work.flops, 0.0, 0.0)) if any(work.tiles) else work
     return [work] if work.kind == "matmul" else []
 
 
@@ -153,7 +157,8 @@ def _alone(cost: ComputeCost, device: int, work: Work) -> float:
     compute = cost.cluster.devices[device].compute
     table = compute.ops.get(work.op, {}).get(work.dtype)
     if table is None or not table.times:
-        return min(cost.time(device, *replace(work, op=op).amounts) for op in (work.op, f"{work.op}+="))
+        ways = product((work.op, f"{work.op}+="), {work.tiles, (0.0, 0.0, 0.0)})
+        return min(cost.time(device, *replace(work, op=op, tiles=tiles).amounts) for op, tiles in ways)
     amount = work.flops if table.unit == "flops" else work.nbytes
     return amount * min(t / w for t, w in zip(table.times, table.work, strict=True))
 

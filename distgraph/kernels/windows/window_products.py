@@ -87,9 +87,37 @@ def gradient_workspace(window: Window, x: Sequence[int], w: Sequence[int], group
     )
 
 
-def _padded_elements(window: Window, x: Sequence[int]) -> int:
-    """Elements of a block with its padding."""
-    return padded_samples(window, x[0], x[1]) * x[1] * prod(padded_size(window))
+def convolution_tiles(
+    window: Window, x: Sequence[int], w: Sequence[int], groups: int
+) -> tuple[float, float, float]:
+    """FLOPs of the tiles of `convolve`, elements that it copies, number of its tiles, of shapes x and w."""
+    area, depth, vectors = prod(window.output), prod(w[1:]), groups * -(-w[0] // groups // LANES)
+    sums = x[0] * vectors * _sum_rows(area)
+    copied = _padded_elements(window, x, x[0]) + LANES * (sums + vectors * _rounded(depth, LANES))
+    return _of_tiles(x[0] * vectors, area, depth, copied)
+
+
+def gradient_tiles(
+    window: Window, x: Sequence[int], w: Sequence[int], groups: int
+) -> tuple[float, float, float]:
+    """The same of `kernel_gradient`."""
+    area, depth, vectors = prod(window.output), prod(w[1:]), groups * -(-w[0] // groups // LANES)
+    changes = x[0] * vectors * _rounded(area, LANES)
+    copied = _padded_elements(window, x, x[0]) + LANES * (changes + vectors * _sum_rows(depth))
+    return _of_tiles(x[0] * vectors, depth, area, copied)
+
+
+def _of_tiles(times: int, rows: int, terms: int, copied: int) -> tuple[float, float, float]:
+    """FLOPs of `_multiply` for some times, what is copied, and its tiles."""
+    tiles = -(-rows // TILE_ROWS)
+    runs = times * tiles * -(-terms // _TERMS)
+    return float(2 * times * tiles * TILE_ROWS * LANES * terms), float(copied), float(runs)
+
+
+def _padded_elements(window: Window, x: Sequence[int], samples: int | None = None) -> int:
+    """Elements with padding, of some samples or of a block; none where nothing is padded."""
+    block = padded_samples(window, x[0], x[1])
+    return (block if samples is None or not block else samples) * x[1] * prod(padded_size(window))
 
 
 @lru_cache(maxsize=64)

@@ -95,7 +95,8 @@ def _apply_device(entry: dict[str, Any], names: list[str], prefix: str, calibrat
         if rest:  # matmul, dtype, efficiency or half
             rate = device.compute.matmul[rest[0]]
             half = [_short(each) for each in rate.half]
-            copied = {} if rate.copied is None else {"copied": format_time(rate.copied)}
+            bytes_of = {"copied": rate.copied, "moved": rate.moved}
+            copied = {key: format_time(number) for key, number in bytes_of.items() if number is not None}
             steepness = {} if rate.exponent == 1 else {"exponent": rate.exponent}
             numbers = {"efficiency": _short(rate.efficiency), "half": half, **steepness, **copied}
             compute.setdefault("matmul", {})[rest[0]] = numbers

@@ -78,6 +78,31 @@ def test_gradients_of_kernels_are_sums_over_windows(name: str) -> None:
     np.testing.assert_allclose(dw, expected, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_tiles_are_those_of_the_loops(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call of `_multiply` has tiles of six rows by sixteen lanes, with up to 256 terms at once."""
+    x, w, window, groups = operands(name)
+    y = np.empty((len(x), len(w), *window.output), np.float32)
+    calls: list[tuple[int, int, int]] = []
+
+    def noted(x: Any, second: Any, starts: Any, taps: Any, *rest: Any) -> None:
+        vectors = -(-len(w) // groups // 16)
+        calls.append((x.shape[0] * groups * vectors, starts.size // 6, taps.size))
+
+    monkeypatch.setattr(window_products, "_convolve_block", noted)
+    monkeypatch.setattr(window_products, "_gradient_of_block", noted)
+    for loop, count, first, last in (
+        (window_products.convolve, window_products.convolution_tiles, w, y),
+        (window_products.kernel_gradient, window_products.gradient_tiles, y, np.empty_like(w)),
+    ):
+        calls.clear()
+        loop(x, first, window, groups, last)
+        flops, copied, tiles = count(window, x.shape, w.shape, groups)
+        assert flops == sum(2 * times * rows * 6 * 16 * terms for times, rows, terms in calls)
+        assert tiles == sum(times * rows * -(-terms // 256) for times, rows, terms in calls)
+        assert copied >= w.size
+
+
 def test_blocks_of_samples_leave_no_trace_of_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     x, w, window, groups = operands("same size")
     whole, parts = (np.empty((len(x), len(w), *window.output), np.float32) for _ in range(2))
