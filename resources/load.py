@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import os
 from collections.abc import Callable
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from distgraph.serialization.documents import read_text, shown_path
 from distgraph.serialization.yaml_reader import MOST_BYTES, parse_yaml
 
 
+@cache
 def shipped_clusters() -> tuple[str, ...]:
     """Names of the resource files that come with distgraph."""
     folder = files("distgraph.resources") / "files"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ _DESCRIPTIVE = ("name", "about", "sources")
 _DOCUMENTATION = "docs/planning/runtimes.md"
 
 
+@cache
 def shipped_runtimes() -> tuple[str, ...]:
     """Names of the runtime models that come with distgraph."""
     entries = (files("distgraph.resources") / "runtimes").iterdir()
