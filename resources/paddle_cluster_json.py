@@ -49,7 +49,7 @@ Id = Annotated[int, BeforeValidator(_whole)]
 
 
 class _Entry(BaseModel):
-    model_config = ConfigDict(extra="ignore", frozen=True)
+    model_config = ConfigDict(extra="ignore", frozen=True, defer_build=True)
 
 
 class _PaddleDevice(_Entry):

@@ -9,6 +9,7 @@ which they ran and do not overlap.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -119,7 +120,7 @@ class MeasuredTimeline:
 
     def write(self, path: str | Path) -> None:
         """Write the file. Raises RuntimeFault where it cannot be written."""
-        write_atomically(path, _FILE.dump_json(self), RuntimeFault, durable=False)
+        write_atomically(path, _file_format().dump_json(self), RuntimeFault, durable=False)
 
     @staticmethod
     def read(path: str | Path) -> MeasuredTimeline:
@@ -129,7 +130,7 @@ class MeasuredTimeline:
             RuntimeFault: the file does not exist, is no measured timeline, or holds no step.
         """
         document = read_json(path, RuntimeFault, MOST_BYTES)
-        timeline = validate(_FILE, document, str(path), RuntimeFault, "distgraph.callbacks.Timeline")
+        timeline = validate(_file_format(), document, str(path), RuntimeFault, "distgraph.callbacks.Timeline")
         if not timeline.steps:
             raise RuntimeFault(f"timeline {path} has no step; record at least one")
         for number, step in enumerate(timeline.steps):
@@ -167,4 +168,7 @@ def _listed(fact: object) -> str:
     return ", ".join(map(str, fact)) if isinstance(fact, list) else str(fact)
 
 
-_FILE: TypeAdapter[MeasuredTimeline] = TypeAdapter(MeasuredTimeline)
+@cache
+def _file_format() -> TypeAdapter[MeasuredTimeline]:
+    """Of the file of a timeline; made when one is written or read."""
+    return TypeAdapter(MeasuredTimeline)
