@@ -23,6 +23,7 @@ from distgraph.errors import RuntimeFault
 from distgraph.runtime.job.heartbeat import Silence, heartbeat_limit, interval
 from distgraph.runtime.job.processes import Process, write_processes
 from distgraph.runtime.launch import launch as launcher
+from distgraph.runtime.launch import monitor as monitor_module
 from distgraph.runtime.launch.monitor import Monitor, Signals
 
 needs_mpi = pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="mpi4py is not installed")
@@ -209,9 +210,10 @@ def test_the_monitor_names_all_supervisors_that_may_have_ended_first(
 
 @pytest.mark.parametrize(("code", "lost"), [("137", []), ("1", []), (None, [1])])
 def test_the_launcher_ends_a_job_whose_mpiexec_does_not_notice_the_end_of_a_rank(
-    tmp_path: Path, code: str | None, lost: list[int]
+    tmp_path: Path, code: str | None, lost: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """MPICH's mpiexec misses it now and then; the other ranks would wait until their time limit."""
+    monkeypatch.setattr(monitor_module, "_OVERDUE", 1.0)
     with contextlib.ExitStack() as stack:
         *supervisors, mpiexec = [stack.enter_context(subprocess.Popen(["sleep", "60"])) for _ in range(4)]
         stack.callback(lambda: [process.kill() for process in (*supervisors, mpiexec)])
@@ -222,7 +224,7 @@ def test_the_launcher_ends_a_job_whose_mpiexec_does_not_notice_the_end_of_a_rank
         supervisors[0].kill()
         if code is not None:
             (tmp_path / "closed.1").write_text(code)
-        threading.Timer(0.3, supervisors[1].kill).start()
+        threading.Timer(0.1, supervisors[1].kill).start()
         with Signals() as signals:
             assert monitor.watch(signals) is None
         assert mpiexec.poll() is None
@@ -349,7 +351,7 @@ def test_exit_code_is_kept_while_a_process_of_the_script_holds_the_output_open(t
     """mpiexec's proxy then takes the signal, with which it kills the other ranks, for their exit codes."""
     script = f"""{PREAMBLE}
 import subprocess
-subprocess.Popen(["sleep", "3"], start_new_session=True)
+subprocess.Popen(["sleep", "1.5"], start_new_session=True)
 if rank == 1: sys.exit(4)
 t.barrier()
 """
