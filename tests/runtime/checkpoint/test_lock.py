@@ -25,6 +25,9 @@ from distgraph.runtime.execute.checkpoint import Checkpoint, lock
 from distgraph.runtime.job.job_files import JOB
 from distgraph.runtime.job.losses import ELASTIC
 
+ENDING = 0.1
+"""Seconds that a process which ends may hold its locks, in tests in which the holder does not end."""
+
 
 @contextmanager
 def job(body: str) -> Iterator[subprocess.Popen[str]]:
@@ -41,7 +44,7 @@ def job(body: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_the_second_job_is_refused_with_the_name_of_the_first(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """When the first is killed, the second takes over and says so. Children of the first change nothing."""
     body = f"""
@@ -58,8 +61,10 @@ def test_the_second_job_is_refused_with_the_name_of_the_first(
         sys.stdin.read()
         """
     with job(body) as first:
-        with pytest.raises(RuntimeFault, match=rf"by another job: process {first.pid} on .* since 20"):
-            save(tmp_path, 2)
+        with monkeypatch.context() as patched:
+            patched.setattr(lock, "_ENDING_SECONDS", ENDING)
+            with pytest.raises(RuntimeFault, match=rf"by another job: process {first.pid} on .* since 20"):
+                save(tmp_path, 2)
         assert Checkpoint.open(tmp_path).index["step"] == 1
         assert Checkpoint.open(tmp_path).verify() == []
         first.send_signal(signal.SIGKILL)
@@ -84,7 +89,9 @@ def test_a_later_start_of_an_elastic_job_takes_the_lock_of_a_lost_process(
     body = f"""
         from pathlib import Path
         from distgraph.errors import RuntimeFault
+        from distgraph.runtime.execute.checkpoint import lock
         from support.files.saving import save
+        lock._ENDING_SECONDS = {ENDING}
         save(Path({str(tmp_path)!r}), 1)
         print("ready", flush=True)
         sys.stdin.readline()
@@ -95,6 +102,7 @@ def test_a_later_start_of_an_elastic_job_takes_the_lock_of_a_lost_process(
         """
     monkeypatch.setenv(ELASTIC, "/job")
     monkeypatch.setenv(JOB, "2")
+    monkeypatch.setattr(lock, "_ENDING_SECONDS", ENDING)
     with job(body) as first:
         monkeypatch.setenv(JOB, "3" if later else "1")
         if not later:
