@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import product
 from typing import TypeVar
 
@@ -44,9 +44,9 @@ from distgraph.passes.search.inter_op.submesh_placement import Pool, SubMesh
 from distgraph.passes.search.intra_op.cost_model import CostModel
 from distgraph.passes.search.intra_op.decision_nodes import options_with_axes
 from distgraph.passes.search.intra_op.formulate import Formulation, Profile, formulate
-from distgraph.passes.search.intra_op.memory_limit import MemoryLimit, solve_within
+from distgraph.passes.search.intra_op.memory_limit import MemoryLimit
 from distgraph.passes.search.intra_op.restrictions import BATCH_AXIS, Restriction, restricted, restriction_of
-from distgraph.passes.search.intra_op.solve_layouts import improve_solution, solve_briefly
+from distgraph.passes.search.intra_op.solve_layouts import solve_with_limit
 from distgraph.passes.search.intra_op.warm_start import Ints, corresponding_ops, transfer_choice
 from distgraph.passes.search.layering.layer_sequence import cluster_layers, layering
 from distgraph.passes.search.layering.layered_graph import LayeredGraph
@@ -290,9 +290,7 @@ class LayoutCosts:
         formulation = formulation.with_memory(memory_multiplier=query.memory_multiplier)
         if key not in self._solutions.choices:
             problem = restricted(formulation, query.restriction)
-            limit = query.memory_limit  # why it leaves no choice is not reported
-            solve = partial(solve_briefly, explained=limit is None)
-            solution = solve_within(formulation, problem, limit, solve, improve_solution)
+            solution = solve_with_limit(formulation, problem, query.memory_limit)
             if solution.choice is None:
                 reason = solution.message or solution.status
                 raise InfeasibleError(

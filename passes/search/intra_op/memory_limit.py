@@ -13,7 +13,8 @@ so that the uses of the problem are fixed + l activations and p times scratch, w
 Copies of values that have no node, which depend on two choices, are nodes of the problem within memory (see
 `pair_uses`). It does not know copies in scratch memory; where the profile of its choice needs more than the
 limit, it is solved again within as much less, by bisection where nothing is as small. Where that comes to no
-choice, it is tried without the copies, too.
+choice, it is tried without the copies, too. Where the least uses of all nodes nearly reach the limit, hardly
+any choice fits (`is_tight`).
 """
 
 from __future__ import annotations
@@ -28,12 +29,14 @@ from distgraph.passes.search.intra_op.formulate import Formulation
 from distgraph.passes.search.solver.pair_uses import with_pair_uses
 from distgraph.passes.search.solver.problem import Problem, Solution, Use
 
-__all__ = ["MemoryLimit", "limited", "limited_nodes", "solve_within"]
+__all__ = ["MemoryLimit", "is_tight", "limited", "limited_nodes", "solve_within"]
 
 _ROUNDS = 4
 """How often a problem is solved within lower limits, at most, until copies in scratch memory fit, too."""
 _LESS = 1e-6
 """Part by which a limit is at least below what the choice before it uses: so that it is not chosen again."""
+_TIGHT = 0.97
+"""Part of a limit from which the least uses of all nodes leave hardly any memory for copies."""
 _NONE = Solution(None, math.inf, math.inf, math.inf, "infeasible", message="layouts take too much memory")
 
 
@@ -85,10 +88,16 @@ def limited_nodes(formulation: Formulation, problem: Problem, limit: MemoryLimit
     return replace(problem, uses=tuple(map(tuple, uses)), limit=limit.stages * limit.nbytes)
 
 
+def is_tight(formulation: Formulation, problem: Problem, limit: MemoryLimit) -> bool:
+    """Whether hardly any choice keeps a limit, because the least uses of all nodes nearly reach it."""
+    nodes = limited_nodes(formulation, problem, limit)
+    return nodes.limit is not None and nodes.least_peak()[1] > _TIGHT * nodes.limit
+
+
 def solve_within(
     formulation: Formulation,
     problem: Problem,
-    limit: MemoryLimit | None,
+    limit: MemoryLimit,
     solve: Callable[[Problem], Solution],
     improve: Callable[[Problem, Solution], Solution],
 ) -> Solution:
@@ -97,7 +106,7 @@ def solve_within(
     Args:
         formulation: of the problem.
         problem: of the formulation, with what is forbidden.
-        limit: of a stage; None for the problem as it is.
+        limit: of a stage.
         solve: a solver; it is not called where the least uses of all nodes exceed the limit.
         improve: a solver that takes more time, for what is known of a problem; it is not called for choices
             of which the profile exceeds the limit.
@@ -105,8 +114,6 @@ def solve_within(
     Returns:
         The solution of the problem that was solved last; without a choice where no profile keeps the limit.
     """
-    if limit is None:
-        return improve(problem, solve(problem))
     nodes, count = limited_nodes(formulation, problem, limit), len(problem.costs)
     if not _may_fit(nodes):
         return _NONE  # copies only add to that

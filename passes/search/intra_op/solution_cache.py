@@ -65,6 +65,7 @@ def solve_cached(
     cache: Cache | None = None,
     start: Sequence[int] | None = None,
     explained: bool = True,
+    exact: bool = True,
 ) -> Solution:
     """`solver.solve` with a cache: a problem that was solved before is read from disk.
 
@@ -75,6 +76,7 @@ def solve_cached(
         cache: the cache; by default that in `cache_directory`.
         start: a choice to be at least as good as, where the cache has none.
         explained: whether to find out why a problem has no choice.
+        exact: whether SCIP may be used, see `solver.solve`.
 
     Raises:
         GraphError: an argument is out of range.
@@ -85,7 +87,7 @@ def solve_cached(
     if entry is not None and entry.suffices(seconds, gap):
         return entry.solution
     start = start if entry is None else entry.solution.choice
-    solution = solve(problem, seconds=seconds, gap=gap, start=start, explained=explained)
+    solution = solve(problem, seconds=seconds, gap=gap, start=start, explained=explained, exact=exact)
     whole = not (solution.interrupted or solution.cut)  # else asking again may give a better one
     cache.put(name, solution, seconds if whole else 0.0)
     return solution

@@ -28,6 +28,7 @@ class Incumbent:
         work: counts the work of the search, and limits it.
         gap: (objective - bound) / |objective| at which the search may end.
         explained: whether to find out why a problem has no choice.
+        exact: whether SCIP may be used.
 
     Attributes:
         choice: the best choice so far; None where none is known.
@@ -39,9 +40,11 @@ class Incumbent:
         message: what else there is to say.
     """
 
-    def __init__(self, problem: Problem, work: Work, gap: float, explained: bool = True) -> None:
+    def __init__(
+        self, problem: Problem, work: Work, gap: float, explained: bool = True, exact: bool = True
+    ) -> None:
         self.problem, self.work, self.gap = problem, work, max(gap, _ROUNDING)
-        self.explained = explained
+        self.explained, self.exact = explained, exact
         self.choice: tuple[int, ...] | None = None
         self.objective, self.bound = math.inf, -math.inf
         self.infeasible = self.interrupted = False

@@ -57,6 +57,7 @@ def solve(
     start: Sequence[int] | None = None,
     gap: float = 0.0,
     explained: bool = True,
+    exact: bool = True,
 ) -> Solution:
     """The best choice that can be found in some time, with a bound that tells how good it is.
 
@@ -70,6 +71,8 @@ def solve(
         start: a choice to be at least as good as; ignored where it is not feasible.
         gap: stop when (objective - bound) / |objective| is at most this.
         explained: whether to find out why a problem has no choice, which may take longer than the proof.
+        exact: whether SCIP may solve what is left; what it does before its first linear program is not
+            counted, and may take seconds.
 
     Returns:
         The solution; `status` says what is proved.
@@ -85,7 +88,7 @@ def solve(
     """
     if not seconds >= 0 or not gap >= 0:
         raise GraphError(f"{problem.name}: seconds={seconds} and gap={gap} must be 0 or more")
-    incumbent = Incumbent(problem, Work(seconds), gap, explained)
+    incumbent = Incumbent(problem, Work(seconds), gap, explained, exact)
     try:
         with incumbent.phase("obvious"):
             incumbent.see_obvious(start)
@@ -220,6 +223,8 @@ class _Round:
         incumbent = self.incumbent
         if incumbent.left() <= 0:
             return True
+        if not incumbent.exact:
+            return False
         incumbent.message = missing_scip()
         if incumbent.message:
             return False

@@ -158,3 +158,34 @@ def test_no_copies_are_added_where_nodes_alone_exceed_the_limit(
     solved.clear()
     assert solve_within(formulation, problem, too_little, solve_at, _unchanged).choice is None
     assert not solved
+
+
+def test_rough_solutions_lead_to_choices_that_fit_and_are_as_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where hardly any choice fits: the objective of precise solutions from the start, up to the gap of a
+    rough one; elsewhere nothing is solved roughly."""
+    cluster = two_by_two(memory="1 MiB")
+    costs = LayoutCosts(PROGRAMS["gpt"].compile_request(), cluster, pools_of(cluster))
+    formulation = costs.formulation(costs.layered_graph(1), tuple(range(4)), GRID)
+    problem, one = formulation.problem, MemoryLimit(1.0)
+    least = memory_limit.limited_nodes(formulation, problem, one).least_peak()[1]
+    rough = solve_layouts._solve_roughly
+    solved: list[Problem] = []
+
+    def solve_roughly(each: Problem) -> Solution:
+        solved.append(each)
+        return rough(each)
+
+    monkeypatch.setattr(solve_layouts, "_solve_roughly", solve_roughly)
+    for part, share in ((2.0, 0.97), (2.0, 0.4), (1.05, 0.97), (1.025, 0.97)):
+        limit, tight = MemoryLimit(part * least), part * share < 1
+        monkeypatch.setattr(memory_limit, "_TIGHT", share)
+        precise = solve_within(
+            formulation, problem, limit, solve_layouts.solve_briefly, solve_layouts.improve_solution
+        )
+        solved.clear()
+        solution = solve_layouts.solve_with_limit(formulation, problem, limit)
+        assert bool(solved) == tight
+        assert (solution.choice is None) == (precise.choice is None) == (part < 1.03)
+        if solution.choice is not None:
+            assert limit.needed(formulation.profile(solution.choice)) <= limit.nbytes
+            assert solution.objective <= precise.objective * (1.021 if tight else 1.0)
