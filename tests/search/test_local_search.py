@@ -10,6 +10,7 @@ import pytest
 from support.programs.searched import CHAIN, SECONDS, two_by_two
 from support.search.plan_training import trains_as_one_rank
 
+from distgraph.engine.search_driver import local_search as local_search_module
 from distgraph.engine.search_driver.candidate import Candidate, StageChoice, build_candidate, plan_of
 from distgraph.engine.search_driver.evaluations import Evaluation, Evaluations
 from distgraph.engine.search_driver.local_search import evaluate_substituted_schedules, local_search
@@ -112,6 +113,41 @@ def test_stages_are_reached_twice_where_this_is_faster() -> None:
     plan = Plan.parse(plan_of(build_candidate(best, costs), costs).text())
     assert [stage.mesh.members for stage in plan.stages] == [(0, 1), (2, 3), (0, 1), (2, 3)]
     trains_as_one_rank(CHAIN, plan)
+
+
+@dataclass
+class Constant(ByBorder):
+    """An evaluator that likes nothing better than anything else."""
+
+    def evaluate(self, candidate: Candidate) -> Evaluation:
+        return replace(super().evaluate(candidate), seconds=10.0)
+
+
+def test_pipelines_under_other_schedules_are_tried_in_the_order_of_their_estimates() -> None:
+    """Whatever their schedules are, so that the best of them rules out those of another schedule."""
+    evaluator = Constant(best_border=3)
+    state = SearchState(CHAIN.compile_request(), two_by_two(), "auto", SECONDS, evaluator=evaluator)
+    costs = state.layout_costs
+    costs.variants(2, costs.submesh((0, 1)), TWO, "none")
+    for border in (2, 3):
+        stages = (StageChoice(0, border, (0, 1), TWO), StageChoice(border, 5, (2, 3), TWO))
+        state.record(evaluator.evaluate(Candidate("search", stages, "none", 2.0, micro_batches=2)))
+    list(evaluate_substituted_schedules(state))
+    tried = evaluator.asked[2:]
+    assert {each.schedule for each in tried} == {"interleaved-1f1b", "zb-h1"}
+    assert [each.estimate for each in tried] == sorted(each.estimate for each in tried)
+
+
+def test_no_more_is_evaluated_ahead_than_local_search_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluator = Constant(best_border=3, processes=2)
+    monkeypatch.setattr(local_search_module, "_MOST_OPS", 1)
+    state = SearchState(CHAIN.compile_request(), two_by_two(), "auto", SECONDS, evaluator=evaluator)
+    state.evaluations._last_seconds = math.inf
+    stages = (StageChoice(0, 2, (0, 1), TWO), StageChoice(2, 5, (2, 3), TWO))
+    start = evaluator.evaluate(Candidate("search", stages, "none", 1.0, micro_batches=2))
+    state.record(replace(start, ops=1))
+    assert len(list(local_search(state))) == 1
+    assert len(evaluator.asked) == 2
 
 
 def test_a_prefetched_evaluation_belongs_to_the_candidate_that_is_evaluated_later() -> None:

@@ -11,7 +11,7 @@ stage, and no stage is empty; stages keep their devices or exchange them, unless
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, pairwise
 
@@ -53,7 +53,8 @@ def local_search(state: SearchState) -> Iterator[Event]:
             return
         current, waiting = start, _unseen(state, start, seen)
         while waiting and built_ops < _MOST_OPS and not state.expired():
-            state.evaluations.prefetch(waiting[: state.processes])
+            left = math.ceil((_MOST_OPS - built_ops) / max(1, current.ops))
+            state.evaluations.prefetch(waiting[: min(state.processes, left)])
             candidate = waiting.pop(0)
             seen.add(candidate.decisions)
             evaluation = state.evaluations.evaluate(candidate)
@@ -91,27 +92,33 @@ def _one_stage(state: SearchState, devices: tuple[int, ...]) -> Candidate:
 def evaluate_substituted_schedules(state: SearchState) -> Iterator[Event]:
     """Pipelines under the schedules that are tried last: the fastest ones found under others, and those of
     the dynamic programme for the best micro-batch counts. Few are forecast, whose estimates are below the
-    best program. None where another runtime is to execute the plan, which may not have them."""
+    best program, the best estimates first. None where another runtime is to execute the plan, which may not
+    have them."""
     given = state.constraints.schedule
     schedules = substituted_schedules() if given is None else ()
     if given is not None and schedule_policy(given).chunked_table is not None:
         schedules = (given,)  # its pipelines have one chunk on each stage until here
     if state.runtime is not None or state.best is None or state.expired():
         return
+    waiting = sorted(_foremost_under(state, schedules), key=lambda candidate: candidate.estimate)
+    while waiting and not state.expired() and waiting[0].estimate <= state.best.seconds:
+        state.evaluations.prefetch(
+            [each for each in waiting[: state.processes] if each.estimate <= state.best.seconds]
+        )
+        candidate = waiting.pop(0)
+        try:
+            yield state.record(state.evaluations.evaluate(candidate))
+        except GraphError as error:  # such as chunks without a backward part
+            yield Event(f"left out {candidate}: {error}")
+
+
+def _foremost_under(state: SearchState, schedules: Iterable[str]) -> Iterator[Candidate]:
+    """The few best pipelines by estimate under each of some schedules that were not evaluated yet."""
     evaluated = {each.candidate.decisions for each in state.evaluations.all if each.candidate}
     for schedule in schedules:
         foremost = sorted(_under(state, schedule), key=lambda candidate: candidate.estimate)
         unique = {each.decisions: each for each in foremost if each.decisions not in evaluated}
-        waiting = list(unique.values())[:FORECASTS]
-        while waiting and not state.expired() and waiting[0].estimate <= state.best.seconds:
-            state.evaluations.prefetch(
-                [each for each in waiting[: state.processes] if each.estimate <= state.best.seconds]
-            )
-            candidate = waiting.pop(0)
-            try:
-                yield state.record(state.evaluations.evaluate(candidate))
-            except GraphError as error:  # such as chunks without a backward part
-                yield Event(f"left out {candidate}: {error}")
+        yield from list(unique.values())[:FORECASTS]
 
 
 def _under(state: SearchState, schedule: str) -> Iterator[Candidate]:
