@@ -116,6 +116,39 @@ def test_recomputed_layers_compete_with_more_micro_batches() -> None:
     assert state.best.seconds == min(each.seconds for each in programs if each.fits)
 
 
+@pytest.mark.parametrize("fits", [True, False])
+def test_programs_without_and_with_recomputation_are_built_at_the_same_time(
+    fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where one micro-batch alone leaves every device a sample, and is certain not to fit without
+    recomputation: with the same outcome."""
+    program = replace(PROGRAM, batch=4)
+    everything = tuple(range(1, LAYERS + 1))
+    needed = bytes_needed(2, everything)  # as much as one micro-batch of half the samples
+    cluster = two_by_two(memory=f"{needed + 1 if fits else needed // 2} B")
+    monkeypatch.setattr(data_parallel_zero, "least_bytes", lambda fold, devices: math.inf)
+    outcomes, together = [], []
+    for processes in (1, 2):
+        state = SearchState(program.compile_request(), cluster, "auto", SECONDS, processes=processes)
+        state.evaluations._last_seconds = math.inf
+        run = state.layout_costs.parallel_map
+
+        def parallel_map(
+            function: Any, items: Any, processes: int, run: Any = run, **options: Any
+        ) -> list[Any]:
+            together.append(len(items))
+            return list(run(function, items, processes, **options))
+
+        monkeypatch.setattr(state.layout_costs, "parallel_map", parallel_map)
+        programs = evaluated(state)
+        outcomes.append([(each.seconds, each.memory, recomputed(each)) for each in programs])
+        outcomes[-1].append((state.evaluations.baselines, 0, 0))
+        assert (state.best is not None) == fits
+        assert all(each.built(state.layout_costs).seconds == each.seconds for each in programs)
+    assert outcomes[0] == outcomes[1]
+    assert together == [2]
+
+
 def test_given_layers_stay(tight: int) -> None:
     state = state_of(memory=tight, recompute=False)
     assert all(not recomputed(each) for each in evaluated(state))

@@ -9,7 +9,8 @@ levels send less, and are forecast where what they hold besides may fit. Numbers
 fit are tried with equal layers recomputed, if they would be faster than the best program: two forecasts, with
 none and with all of these layers, give the seconds that a layer adds and the bytes that it saves. From these
 follow how many layers each number of micro-batches needs, and the seconds of a step. Those with the best
-estimates are built, and corrected by their forecasts.
+estimates are built, and corrected by their forecasts. The first two programs are built at the same time where
+the one without recomputation is certain not to fit.
 
 No program is built that takes longer than the best one for its messages alone.
 
@@ -25,9 +26,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from distgraph.engine.search_driver.candidate import BuiltCandidate
-from distgraph.engine.search_driver.evaluations import Evaluation, evaluation_of
+from distgraph.engine.search_driver.evaluations import Evaluation, evaluation_of, without_program
 from distgraph.engine.search_driver.fixed_mesh_search import data_parallel
 from distgraph.engine.search_driver.layout_costs import LayoutCosts
+from distgraph.engine.search_driver.lower_bound import least_bytes
 from distgraph.engine.search_driver.search_state import FORECASTS, Event, SearchState
 from distgraph.passes.search.layering.layered_graph import LayeredGraph
 from distgraph.plan.decisions import Decisions
@@ -88,6 +90,7 @@ def _levels(programs: _Programs, levels: Sequence[int]) -> Iterator[Event]:
         for level in dict.fromkeys((levels[0], levels[-1])):
             yield from programs.with_fewest_micro_batches(level)
         return
+    programs.prefetch(levels[-1])
     highest = yield from programs.with_fewest_micro_batches(levels[-1])
     if highest is None:
         return
@@ -125,6 +128,35 @@ class _Programs:
     devices: tuple[int, ...]
     built_ops: _BuiltOps
     plain: dict[int, Evaluation] = field(default_factory=dict)
+    _prefetched: dict[Decisions, Evaluation | str] = field(default_factory=dict)
+
+    def prefetch(self, level: int) -> None:
+        """Build at the same time the programs of a level without and with recomputation, where the first one
+        is certain not to fit and no others come between them; nothing where there is one process."""
+        start, layout_costs = replace(self.state.constraints.start, zero=level), self.state.layout_costs
+        more = [n for n in self.state.pipelines.counts if n > start.micro_batches and self.has_samples(n)]
+        processes, layered = self.state.evaluations.processes, self._layered(start)
+        memory = min(layout_costs.cluster.devices[device].memory for device in self.devices)
+        if processes < 2 or more or self.state.constraints.given():
+            return
+        if not self.has_samples(start.micro_batches):
+            return
+        if least_bytes(layered.fold, len(self.devices)) <= memory:
+            return
+        both = [start, replace(start, recompute=_equal_layers(layered))]
+        if any(self._not_built(decisions) for decisions in both):
+            return
+        made = layout_costs.parallel_map(self._made, both, processes, pack=_without_program)
+        self._prefetched |= zip(both, made, strict=True)
+
+    def _made(self, decisions: Decisions) -> Evaluation | str:
+        """The evaluation of a program, or why there is none."""
+        build = partial(_built, devices=self.devices, decisions=decisions, name=self._name(decisions))
+        program = build(self.state.layout_costs)
+        return program if isinstance(program, str) else replace(evaluation_of(program), rebuild=build)
+
+    def _name(self, decisions: Decisions) -> str:
+        return f"{self.name}, ZeRO-{decisions.zero}"
 
     def with_fewest_micro_batches(self, level: int) -> Forecasts:
         """Programs of a level with more micro-batches until one fits, or each device has one sample; the last
@@ -210,18 +242,16 @@ class _Programs:
 
     def _forecast(self, decisions: Decisions) -> Forecasts:
         """The evaluation of a program, recorded; None where there is none, or nothing is left to build it."""
-        state, name = self.state, f"{self.name}, ZeRO-{decisions.zero}"
+        state, name = self.state, self._name(decisions)
         if reason := self._not_built(decisions):
             state.evaluations.baselines.setdefault(name, reason)
             return None
         yield Event(name)
-        build = partial(_built, devices=self.devices, decisions=decisions, name=name)
-        program = build(state.layout_costs)
-        if isinstance(program, str):
-            state.evaluations.baselines.setdefault(name, program)
+        evaluation = self._prefetched.pop(decisions, None) or self._made(decisions)
+        if isinstance(evaluation, str):
+            state.evaluations.baselines.setdefault(name, evaluation)
             return None
         self.built_ops.count += len(self._layered(decisions).graph.ops)
-        evaluation = replace(evaluation_of(program), rebuild=build)
         yield state.record(evaluation)
         return evaluation
 
@@ -250,6 +280,10 @@ def _built(
     layout_costs: LayoutCosts, *, devices: tuple[int, ...], decisions: Decisions, name: str
 ) -> BuiltCandidate | str:
     return data_parallel(layout_costs, devices, name, decisions=decisions)
+
+
+def _without_program(made: Evaluation | str) -> Evaluation | str:
+    return made if isinstance(made, str) else without_program(made)
 
 
 def _equal_layers(layered: LayeredGraph) -> tuple[int, ...]:
