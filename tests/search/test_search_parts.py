@@ -12,10 +12,10 @@ from support.files.clusters import cluster_of
 from support.programs.searched import CHAIN, PROGRAMS, SECONDS, mixed, slow, two_by_two
 
 from benchmarks.support.all_uniform_pipelines import uniform_pipelines
-from distgraph.engine.search_driver import evaluations, fixed_mesh_search
+from distgraph.engine.search_driver import fixed_mesh_search
 from distgraph.engine.search_driver import pipeline_search as pipeline_search_module
-from distgraph.engine.search_driver.candidate import Candidate, StageChoice, build_candidate, program_identity
-from distgraph.engine.search_driver.evaluations import Evaluation, Forecaster, evaluate
+from distgraph.engine.search_driver.candidate import Candidate, StageChoice, build_candidate, layout_identity
+from distgraph.engine.search_driver.evaluations import evaluate
 from distgraph.engine.search_driver.explain.decisions import with_problems
 from distgraph.engine.search_driver.fixed_mesh_search import double_recursion
 from distgraph.engine.search_driver.layout_costs import LayoutCosts
@@ -42,7 +42,6 @@ from distgraph.engine.search_driver.uniform_pipelines import best_uniform
 from distgraph.passes.search.inter_op.submesh_placement import SubMesh
 from distgraph.passes.search.intra_op import solve_layouts
 from distgraph.passes.search.intra_op.chosen_layouts import Profile
-from distgraph.passes.search.intra_op.memory_limit import MemoryLimit
 from distgraph.passes.search.intra_op.restrictions import Restriction
 from distgraph.passes.search.intra_op.solution_cache import VARIABLE
 from distgraph.passes.search.solver.problem import Problem, Solution
@@ -117,10 +116,10 @@ def test_equal_programs_of_two_restrictions_are_told(
         bare, sharded = pipeline(shape, "uniform"), pipeline(shape, "zero3")
         graphs = [build_candidate(each, layout_costs).completed for each in (bare, sharded)]
         assert (graphs[0].attrs == graphs[1].attrs) == equal
-        assert (program_identity(bare, layout_costs) == program_identity(sharded, layout_costs)) == equal
+        assert (layout_identity(bare, layout_costs) == layout_identity(sharded, layout_costs)) == equal
     monkeypatch.setattr(layout_costs, "_solutions", type(layout_costs._solutions)({}, {}, {}))
     bare, sharded = (replace(bare, restriction=each) for each in ("uniform", "zero3"))
-    assert program_identity(bare, layout_costs) != program_identity(
+    assert layout_identity(bare, layout_costs) != layout_identity(
         sharded, layout_costs
     )  # nothing is solved yet
 
@@ -430,35 +429,3 @@ def test_one_process_solves_shapes_in_their_order_until_the_time_is_up(
     pairs = [(SubMesh((1,)), one), (SubMesh((2,)), two), (SubMesh((4,)), grid)]
     costs.prepare_variants(1, pairs, "none", ("fastest",))
     assert solved == [pair[0].size for pair in pairs[:2]]
-
-
-def test_a_program_that_two_candidates_come_to_is_built_once(
-    layout_costs: LayoutCosts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where one was solved within a memory that its layouts leave free, or in another process."""
-    built: list[Candidate] = []
-
-    def build(candidate: Candidate, costs: LayoutCosts) -> Evaluation:
-        built.append(candidate)
-        return evaluate(candidate, costs)
-
-    monkeypatch.setattr(evaluations, "evaluate", build)
-    forecaster = Forecaster(layout_costs)
-    free = pipeline(StageChoice(0, 3, (0, 1), TWO), StageChoice(3, 6, (2, 3), TWO))
-    limit = MemoryLimit(layout_costs.memory(layout_costs.submesh((0, 1))), 2, 2)
-    within = replace(free, stages=tuple(replace(stage, memory_limit=limit) for stage in free.stages))
-    first = forecaster.evaluate(free)
-    for origin, other in (("again", free), ("within memory", within)):
-        build_candidate(other, layout_costs)  # solves its layouts
-        same = forecaster.evaluate(replace(other, origin=origin, estimate=1.0))
-        assert (same.seconds, same.memory, same.choices) == (first.seconds, first.memory, first.choices)
-        assert (same.origin, same.program) == (origin, None)
-        assert same.candidate is not None
-        assert same.candidate.estimate == 1.0
-    assert built == [free]
-    scheduled = replace(free, schedule="gpipe")
-    assert forecaster.evaluate(scheduled).program is not None
-    for each in forecaster.evaluate_all([free, scheduled], 2):
-        assert each is not None
-        assert each.program is None
-    assert built == [free, scheduled]

@@ -305,15 +305,13 @@ def split_by_data_axes(graph: Graph) -> int:
     return 3 if split["param"] & data else int(bool(split["state"] & data))
 
 
-def program_identity(candidate: Candidate, layout_costs: LayoutCosts) -> tuple[object, ...]:
-    """A key that is the same for two candidates only where their programs are the same: layouts came out the
-    same in all stages, whatever restriction or memory they were solved for."""
-    queries = _queries(candidate, layout_costs)
+def layout_identity(candidate: Candidate, layout_costs: LayoutCosts) -> tuple[object, ...]:
+    """A key that is the same for two candidates of different restrictions only where their programs are the
+    same: layouts came out the same in all stages."""
+    queries = dict.fromkeys(_queries(candidate, layout_costs))
     layered = layout_costs.layered_graph(candidate.micro_batches, candidate.recompute)
-    layouts = {query: layout_costs.layout_key(layered, query) for query in dict.fromkeys(queries)}
-    stages = zip(candidate.stages, queries, strict=True)
-    built = ((stage.first, stage.stop, stage.devices, stage.shape, layouts[q]) for stage, q in stages)
-    return *candidate.decided().values(), *built
+    layouts = tuple(layout_costs.layout_key(layered, query) for query in queries)
+    return *candidate.decided().values(), candidate.stages, layouts
 
 
 def with_layouts(program: BuiltCandidate, solved: Solved, layout_costs: LayoutCosts) -> BuiltCandidate:

@@ -18,7 +18,6 @@ from distgraph.engine.search_driver.candidate import (
     Candidate,
     build_candidate,
     completed_graph,
-    program_identity,
 )
 from distgraph.engine.search_driver.layout_costs import LayoutCosts
 from distgraph.errors import DistGraphError
@@ -213,11 +212,9 @@ class Evaluator(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Forecaster:
-    """Evaluates candidates by building them and forecasting the program on the cluster; candidates that come
-    to the same program are built once."""
+    """Evaluates candidates by building them and forecasting the program on the cluster."""
 
     layout_costs: LayoutCosts
-    _made: dict[tuple[object, ...], Evaluation] = field(default_factory=dict)
 
     @property
     def processes(self) -> int:
@@ -225,13 +222,8 @@ class Forecaster:
         return self.layout_costs.processes
 
     def evaluate(self, candidate: Candidate) -> Evaluation:
-        """Build a candidate and forecast it; the figures alone where the same program was forecast before."""
-        same = self._made.get(program_identity(candidate, self.layout_costs))
-        if same is not None:
-            return replace(same, origin=candidate.origin, candidate=candidate)
-        evaluation = evaluate(candidate, self.layout_costs)
-        self._keep(evaluation)
-        return evaluation
+        """Build a candidate and forecast it."""
+        return evaluate(candidate, self.layout_costs)
 
     def evaluate_all(self, candidates: Sequence[Candidate], processes: int) -> list[Evaluation | None]:
         """Forecasts of several candidates; the program of the first is at hand. None where building a program
@@ -246,17 +238,7 @@ class Forecaster:
                 return None
             return evaluation if candidate is candidates[0] else without_program(evaluation)
 
-        made = self.layout_costs.parallel_map(forecast, candidates, processes, pack=without_program_if_any)
-        for evaluation in made:
-            if evaluation is not None:
-                self._keep(evaluation)
-        return made
-
-    def _keep(self, evaluation: Evaluation) -> None:
-        """Keep the figures of a program; its layouts are solved by now, so that its identity is known."""
-        assert evaluation.candidate is not None
-        identity = program_identity(evaluation.candidate, self.layout_costs)
-        self._made.setdefault(identity, without_program(evaluation))
+        return self.layout_costs.parallel_map(forecast, candidates, processes, pack=without_program_if_any)
 
 
 @dataclass(eq=False)
@@ -330,8 +312,7 @@ class Evaluations:
             return replace(prefetched, candidate=candidate)  # the estimate may be another one
         begin = time.monotonic()
         evaluation = self.evaluator.evaluate(candidate)
-        if evaluation.program is not None:  # it was built, not known before
-            self._last_seconds = time.monotonic() - begin
+        self._last_seconds = time.monotonic() - begin
         return evaluation
 
     def prefetch(self, candidates: Sequence[Candidate]) -> None:

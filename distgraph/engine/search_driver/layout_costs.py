@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
@@ -302,11 +301,11 @@ class LayoutCosts:
         return (formulation, *self._solutions.choices[key])
 
     def layout_key(self, layered: LayeredGraph, query: LayoutQuery) -> tuple[object, ...]:
-        """A key of the layouts of a stage: its choice where the problem is solved, else the query itself."""
-        if (layered.graph.micro_batches, (), query) in self._solutions.choices:
-            with suppress(InfeasibleError):
-                return self.stage_layouts(layered, query)[1]
-        return (query,)
+        """A key that is the same under two restrictions only where the layouts of the stage are the same: the
+        choice of `stage_layouts` where its problem is solved, else the restriction."""
+        if (layered.graph.micro_batches, (), query) not in self._solutions.choices:
+            return (query.restriction,)
+        return self.stage_layouts(layered, query)[1]
 
     def stage_layouts(self, layered: LayeredGraph, query: LayoutQuery) -> tuple[Formulation, tuple[int, ...]]:
         """The formulation and the choice that estimates are made of.

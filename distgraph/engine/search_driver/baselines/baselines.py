@@ -22,8 +22,8 @@ from distgraph.engine.search_driver.candidate import (
     broken_constraint,
     build_candidate,
     candidate_of_plan,
+    layout_identity,
     may_have_rings,
-    program_identity,
     program_of_plan,
     split_by_data_axes,
     with_rings,
@@ -397,7 +397,7 @@ def _best_uniform(
             reason = f"out of memory by the estimate{given}"
             state.evaluations.baselines[RESTRICTION_NAMES[restriction]] = reason
         else:
-            same.setdefault(program_identity(pipeline, costs), []).append(pipeline)
+            same.setdefault(layout_identity(pipeline, costs), []).append(pipeline)
     return [_UniformPipelines(state, costs, tuple(equal)) for equal in same.values()]
 
 
