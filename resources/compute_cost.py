@@ -13,12 +13,12 @@ There are four classes of ops; each includes the time to start the op:
     e = efficiency / (f(m_half / m) * f(n_half / n) * f(k_half / k))
     f(r) = 1 + r**exponent if r < 1 else 1 + r
 
-A matmul follows a roofline model (a CPU that packs operands before it multiplies them does one after the
-other, hence `moved`) whose compute roof is lower for small matrices: partly filled tiles at the
+A matmul follows a roofline model whose compute roof is lower for small matrices: partly filled tiles at the
 edges waste work, and a short contraction does not hide the filling and draining of the pipeline. In a batch
 every matrix has its own edges, so m, n and k are those of one matrix; the batch only shares the launch. A
 contraction copies an operand, or its product, where a group of indices that the product takes for one is not
-one in memory. All numbers come from `machines[].devices.compute` of the resource file.
+one in memory. A CPU packs operands before it multiplies them, so its file may state `moved`, and bytes and
+FLOPs take time one after the other. All numbers come from `machines[].devices.compute` of the resource file.
 
 A measured table for the kind of op and the dtype (`ops`) takes precedence: the time is linear in the work
 between its entries, falls to `launch` below the first, and is proportional to the work above the last. An op

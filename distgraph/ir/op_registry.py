@@ -153,7 +153,7 @@ class OpDef:
         cost: matmul, memory, lookup or launch: which cost model applies.
         factors: for cost matmul, the two operands whose index terms give (batch, m, n, k).
         matmul_dims: (batch, m, n, k) of an op with cost matmul of other operands; it has a table of its own.
-        patches, tiles: for cost matmul, what copies of windows, and compiled loops without them, multiply.
+        patches, tiles: of a convolution: what is copied as windows; what compiled loops compute without that.
         copied: for cost matmul, how many elements the NumPy kernel copies to multiply them, or after it has.
         one_hot: whether it is a product with one-hot rows: completion propagates axes as through a matmul.
         anywhere: whether an op without operands has its result on every mesh: each that reads it has a copy.

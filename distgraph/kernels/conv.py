@@ -29,6 +29,7 @@ from distgraph.kernels.windows.window_products import (
     gradient_tiles,
     kernel_gradient,
     multiplies_windows,
+    pays_in_tiles,
 )
 
 _ADDED = 2
@@ -71,7 +72,8 @@ def tiles(
     **steps: Any,
 ) -> tuple[float, float, float]:
     """FLOPs, copied elements and tiles of compiled loops (see `windows/window_products.py`), as `patches`;
-    zeros where they are not used.
+    zeros where they do not pay. Whether a computer has Numba for them is not asked: a forecast may be made on
+    another one.
 
     Args:
         what, x, w, y: as of `patches`.
@@ -82,13 +84,12 @@ def tiles(
         return 0.0, 0.0, 0.0
     window = window_of(what, x[2:], w[2:], **steps)
     read, kernel, loops = x, w, gradient_tiles if what == "conv_grad_weight" else convolution_tiles
-    one = np.zeros((), np.float32)
     if what == "conv_grad_input":
-        turned = turned_window(np, window, np.broadcast_to(one, y), np.broadcast_to(one, w), groups)
+        turned = _turned_window(window)
         if turned is None:
             return 0.0, 0.0, 0.0
         window, read, kernel = turned, y, turned_shape(w, groups)
-    if not multiplies_windows(np, (np.broadcast_to(one, read),), window, kernel, groups):
+    if not pays_in_tiles(read[0], window, kernel, groups):
         return 0.0, 0.0, 0.0
     return loops(window, read, kernel, groups)
 
@@ -255,11 +256,9 @@ def turned_window(xp: Namespace, window: Window, dy: Array, w: Array, groups: in
     where columns are to be added instead: for steps of several places, and where the turned kernel, or the
     columns of dy, would be the larger ones.
     """
-    reach = tuple(d * (k - 1) for d, k in zip(window.dilation, window.kernel, strict=True))
-    pads = tuple((r - a, r - b) for r, (a, b) in zip(reach, window.padding, strict=True))
-    if xp is not np or prod(window.stride) > 1 or min(map(min, pads)) < 0:
+    turned = _turned_window(window)
+    if xp is not np or turned is None:
         return None
-    turned = Window(window.kernel, window.stride, pads, window.dilation, window.output, window.input)
     kernel = turned_shape(w.shape, groups)
     if multiplies_windows(xp, (dy, w), turned, kernel, groups):
         return turned
@@ -268,6 +267,16 @@ def turned_window(xp: Namespace, window: Window, dy: Array, w: Array, groups: in
     apart = sums_lines(xp, turned, dy.shape, kernel)
     copied = convolve_area(turned, dy.shape[1], kernel[0], apart=apart)
     return turned if copied <= _ADDED * kernel[0] * prod((*window.kernel, *window.output)) else None
+
+
+def _turned_window(window: Window) -> Window | None:
+    """The window of the convolution with the turned kernel; None for steps of several places, and where more
+    is padded than the kernel reaches."""
+    reach = tuple(d * (k - 1) for d, k in zip(window.dilation, window.kernel, strict=True))
+    pads = tuple((r - a, r - b) for r, (a, b) in zip(reach, window.padding, strict=True))
+    if prod(window.stride) > 1 or min(map(min, pads)) < 0:
+        return None
+    return Window(window.kernel, window.stride, pads, window.dilation, window.output, window.input)
 
 
 def turned_shape(w: Sequence[int], groups: int) -> tuple[int, ...]:

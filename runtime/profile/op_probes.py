@@ -22,6 +22,7 @@ import numpy as np
 from distgraph.ir.dtypes import is_float, to_numpy
 from distgraph.ir.graph import Graph
 from distgraph.ir.mesh import ProcessMesh
+from distgraph.kernels._jit import has_numba
 from distgraph.passes.partition import LocalOp
 from distgraph.passes.pass_pipeline import run_passes
 from distgraph.passes.pass_registry import PassContext
@@ -146,7 +147,7 @@ def _works(locals_: dict[str, LocalOp], cost: OpCost) -> dict[str, Work]:
         if local.op.results[0].name == name and local.mode != "accumulate":
             work = cost.work(local)
             if work is not NOTHING:
-                works[name] = work
+                works[name] = work if has_numba() else replace(work, tiles=(0.0, 0.0, 0.0))
     return works
 
 

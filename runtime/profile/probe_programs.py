@@ -5,8 +5,9 @@
 forecast. Lengths grow by a constant factor from a few to some thousand; they are multiples of 8, as those of
 most programs, but no powers of two. Each pair of two lengths is met once, with the third length (the batch)
 rotating, so that every kind of op is met with few and with many FLOPs per byte. `cost_fitting` interpolates.
-A product is measured with several operands in turn, and layers with a large matrix, as most products of a
-step multiply weights that were last used a step before and are no longer in the nearest caches.
+A product is measured with several operands in turn, unless one takes as long as all of them may, and layers
+with a large matrix, as most products of a step multiply weights that were last used a step before and are no
+longer in the nearest caches.
 """
 
 from __future__ import annotations

@@ -13,15 +13,18 @@ from support.programs.searched import CHAIN, PROGRAMS, Program, mixed, slow, two
 from support.search.candidates import candidates
 
 from benchmarks.support.all_uniform_pipelines import uniform_pipelines
+from distgraph import nn
 from distgraph.engine.search_driver.candidate import build_candidate
 from distgraph.engine.search_driver.layout_costs import LayoutCosts
 from distgraph.engine.search_driver.lower_bound import _divided, least_bytes, least_seconds
 from distgraph.engine.search_driver.run_search import run_search
 from distgraph.engine.search_driver.search_space import pools_of
 from distgraph.engine.search_driver.search_state import SearchState
+from distgraph.passes.analysis.op_work import work_of
 from distgraph.plan.plan import Plan
 from distgraph.resources import Cluster
 from distgraph.resources.cluster import OpTable
+from distgraph.tracing.tensor import Tensor
 
 
 def bound_of(program: Program, cluster: Cluster) -> float:
@@ -129,6 +132,38 @@ def test_no_uniform_row_is_below(name: str, measured: bool) -> None:
     cluster = with_rates(two_by_two()) if measured else two_by_two()
     least = bound_of(PROGRAMS[name], cluster)
     assert 0 < least <= min(every_row(PROGRAMS[name], cluster))
+
+
+class Convolutions(nn.Module):
+    """Two convolutions in f32 whose windows reach beyond the input, so that outputs are larger than it."""
+
+    def __init__(self) -> None:
+        self.first, self.second = (nn.Conv2d(32, 32, 3, padding=2, dtype="f32") for _ in range(2))
+        self.last = nn.Linear(32, 6, dtype="f32")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, 32, 10, 10] to scores."""
+        scores: Tensor = self.last(self.second(self.first(x.astype("f32"))).mean((2, 3)))
+        return scores
+
+
+@pytest.mark.parametrize("rates", [None, (1e-11, 3e-9, 2e-8)])
+@pytest.mark.parametrize("tile_rates", [(1e-11, 0.0, 0.0), (2e-11, 1e-9, 1e-8)])
+def test_convolutions_in_tiles_are_not_above_forecasts(rates: Any, tile_rates: Any) -> None:
+    """Gradients of inputs that are smaller than outputs have fewer FLOPs in tiles than by their operands."""
+    program = Program(Convolutions, (32, 10, 10), batch=4)
+    table = OpTable(launch=2e-6, rates=rates, tile_rates=tile_rates)
+    kinds = ("conv", "conv_grad_input", "conv_grad_weight")
+    cluster = cluster_of(slow(2))
+    devices = tuple(
+        replace(device, compute=replace(device.compute, ops={kind: {"f32": table} for kind in kinds}))
+        for device in cluster.devices
+    )
+    cluster = replace(cluster, devices=devices)
+    fold = LayoutCosts(program.compile_request(), cluster, pools_of(cluster)).layered_graph(1).fold
+    works = [work_of(each.op, [0] * len(each.op.operands)) for each in fold.ops if each.op.kind in kinds]
+    assert any(0 < work.tiles[0] < work.flops for work in works)
+    assert 0 < bound_of(program, cluster) <= min(every_row(program, cluster))
 
 
 @pytest.mark.parametrize("speed", [0.8, 0.1])

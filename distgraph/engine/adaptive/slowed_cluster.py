@@ -78,6 +78,10 @@ def _slowed_compute(compute: Compute, factor: float) -> Compute:
     return replace(
         compute,
         launch=_times(compute.launch, factor),
+        matmul={
+            dtype: replace(rate, copied=_times(rate.copied, factor), moved=_times(rate.moved, factor))
+            for dtype, rate in compute.matmul.items()
+        },
         ops={
             kind: {dtype: _slowed_table(table, factor) for dtype, table in tables.items()}
             for kind, tables in compute.ops.items()
@@ -87,12 +91,12 @@ def _slowed_compute(compute: Compute, factor: float) -> Compute:
 
 
 def _slowed_table(table: OpTable, factor: float) -> OpTable:
-    return replace(
-        table,
-        times=None if table.times is None else tuple(factor * seconds for seconds in table.times),
-        rates=None if table.rates is None else tuple(factor * rate for rate in table.rates),
-        launch=_times(table.launch, factor),
+    times, rates, tile_rates = (
+        None if several is None else tuple(factor * seconds for seconds in several)
+        for several in (table.times, table.rates, table.tile_rates)
     )
+    launch = _times(table.launch, factor)
+    return replace(table, times=times, rates=rates, tile_rates=tile_rates, launch=launch)
 
 
 def _slowed_host(host: HostTimes, factor: float) -> HostTimes:

@@ -14,8 +14,9 @@ rate of its whole shape; any other op reads and writes w_o bytes at the bandwidt
 A rank that does the share x of an op takes at least x p_do: the launch is not shared, and rates do not rise
 as matrices get smaller. Where a resource file has a measured table for the kind of op, the rate is the best
 of the table. A convolution of which patches were measured has them in p_do: whoever does the share x of its
-FLOPs copies at least the share x of its patches and rows. Of one that is computed in tiles only its own FLOPs
-count, as a part may fill its tiles better than the whole. The shares of all ranks make each op at least once,
+FLOPs copies at least the share x of its patches and rows. Of one that is computed in tiles only the FLOPs of
+its own result count: a part may fill its tiles better than the whole. Bytes that are priced beside the FLOPs
+of a product (`moved`) do not count. The shares of all ranks make each op at least once,
 no rank works longer than the step takes, and there are n_d devices of kind d, so the step takes at least
 
     min T   subject to   sum_d x_do >= 1,   sum_o x_do p_do <= n_d T,   x >= 0,
@@ -143,12 +144,18 @@ def _read_bytes(fold: Fold, index: int) -> int:
 
 
 def _product(op: Op) -> list[Work]:
-    """The FLOPs of a product. With windows of one element nothing is copied for patches, and tiles have at
-    least the FLOPs of what is computed in them."""
+    """The FLOPs of a product. With windows of one element nothing is copied for patches. Tiles have at least
+    the FLOPs of their result, which are fewer than those of the op for the gradient of an input that is
+    smaller than the output: the padding has none."""
     work = replace(work_of(op, [0] * len(op.operands)), nbytes=0.0, copied=0.0)
     single = op.kind == "conv" and math.prod(op.operands[1].shape[2:]) == 1
     work = replace(work, patches=(0.0, 0.0)) if single else work
-    work = replace(work, tiles=(work.flops, 0.0, 0.0)) if any(work.tiles) else work
+    if any(work.tiles):
+        flops = work.flops
+        if op.kind == "conv_grad_input":
+            kernel, groups = op.operands[1].shape, op.attrs["groups"]
+            flops = min(flops, 2.0 * op.result.size * (kernel[0] // groups) * math.prod(kernel[2:]))
+        work = replace(work, tiles=(flops, 0.0, 0.0))
     return [work] if work.kind == "matmul" else []
 
 

@@ -37,7 +37,7 @@ _LEAST_PRODUCTS = 1 << 18
 def multiplies_windows(
     xp: Namespace, operands: Sequence[Array], window: Window, kernel: Sequence[int], groups: int
 ) -> bool:
-    """Whether the loops are used: for float32 on NumPy, with Numba, for kernels of several places.
+    """Whether the loops are used: for float32 on NumPy, with Numba, where they pay.
 
     Args:
         xp: namespace of the operands.
@@ -46,11 +46,17 @@ def multiplies_windows(
         kernel: shape [o, c / groups, *kernel].
         groups: of the convolution.
     """
-    made, depth = kernel[0] // groups, prod(kernel[1:])
-    if xp is not np or window.plain or made < _LEAST_MADE or any(a.dtype != np.float32 for a in operands):
+    if xp is not np or any(a.dtype != np.float32 for a in operands):
         return False
-    rows = operands[0].shape[0] * prod(window.output)
-    return rows >= _LEAST_ROWS and rows * kernel[0] * depth >= _LEAST_PRODUCTS and has_numba()
+    return pays_in_tiles(operands[0].shape[0], window, kernel, groups) and has_numba()
+
+
+def pays_in_tiles(samples: int, window: Window, kernel: Sequence[int], groups: int) -> bool:
+    """Whether the loops pay for some samples: for large enough products whose windows are not the input."""
+    if window.plain or kernel[0] // groups < _LEAST_MADE:
+        return False
+    rows = samples * prod(window.output)
+    return rows >= _LEAST_ROWS and rows * prod(kernel) >= _LEAST_PRODUCTS
 
 
 def _rounded(count: int, step: int) -> int:

@@ -8,6 +8,7 @@ not depend on how busy the machine is; a warning says where the wall clock ended
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from functools import partial
 
 from distgraph.passes.search.intra_op.formulate import Formulation
@@ -34,14 +35,17 @@ def solve_problem(problem: Problem) -> Solution:
     return improve_solution(problem, solve_briefly(problem))
 
 
-def solve_briefly(problem: Problem, explained: bool = True) -> Solution:
+def solve_briefly(problem: Problem, explained: bool = True, start: Sequence[int] | None = None) -> Solution:
     """Solve a problem of layouts once, whatever the gap to the bound is.
 
     Args:
         problem: of layouts.
         explained: whether to find out why a problem has no choice.
+        start: a choice that may be improved.
     """
-    return _complete(problem, solve_cached(problem, seconds=SOLVE_SECONDS, gap=GAP, explained=explained))
+    return _complete(
+        problem, solve_cached(problem, seconds=SOLVE_SECONDS, gap=GAP, start=start, explained=explained)
+    )
 
 
 def improve_solution(problem: Problem, solution: Solution) -> Solution:
@@ -79,7 +83,7 @@ def _improve_rough(problem: Problem, solution: Solution) -> Solution:
     """Solve a problem that has a rough solution as any other problem with a limit on memory."""
     if solution.status == "infeasible":
         return solution
-    return improve_solution(problem, solve_briefly(problem, explained=False))
+    return improve_solution(problem, solve_briefly(problem, explained=False, start=solution.choice))
 
 
 def _complete(problem: Problem, solution: Solution) -> Solution:

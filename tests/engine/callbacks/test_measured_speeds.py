@@ -117,6 +117,10 @@ def test_a_slowed_device_takes_longer_for_everything() -> None:
     compute = described["machines"][0]["devices"]["compute"]
     compute["host"] = {"op": "3 us", "network_busy": 0.5}
     compute["ops"] = {"softmax": {"f32": {"bytes": ["1 KiB", "1 MiB"], "times": ["1 us", "90 us"]}}}
+    compute["ops"]["conv"] = {
+        "f32": {"rates": ["1 ps", "2 ns", "3 ns"], "tile_rates": ["4 ps", "5 ns", "6 ns"]}
+    }
+    compute["matmul"]["f32"] |= {"moved": "0.2 ns", "copied": "0.3 ns"}
     cluster = cluster_of(described)
     slowed = slowed_cluster(cluster, {1: 4.0})
     cost = ComputeCost(slowed)
@@ -124,6 +128,9 @@ def test_a_slowed_device_takes_longer_for_everything() -> None:
         ("matmul", 1e9, 1e3, "f32", (1, 256, 256, 256)),
         ("memory", 0.0, 1e6, "f32"),
         ("launch", 0.0, 0.0, "f32"),
+        ("matmul", 1e6, 1e9, "f32", (1, 256, 256, 256), "einsum", (0.0, 0.0), 1e6),
+        ("matmul", 1e9, 1e3, "f32", (1, 256, 256, 256), "conv", (1e6, 1e3)),
+        ("matmul", 1e9, 1e3, "f32", (1, 256, 256, 256), "conv", (1e6, 1e3), 0.0, (2e9, 1e6, 1e3)),
     ):
         assert cost.time(1, *arguments) == pytest.approx(4 * cost.time(0, *arguments))
     softmax = ("memory", 0.0, 5e5, "f32", (1, 1, 1, 1), "softmax")

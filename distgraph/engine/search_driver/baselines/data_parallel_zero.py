@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -31,6 +32,7 @@ from distgraph.engine.search_driver.fixed_mesh_search import data_parallel
 from distgraph.engine.search_driver.layout_costs import LayoutCosts
 from distgraph.engine.search_driver.lower_bound import least_bytes
 from distgraph.engine.search_driver.search_state import FORECASTS, Event, SearchState
+from distgraph.errors import DistGraphError
 from distgraph.passes.search.layering.layered_graph import LayeredGraph
 from distgraph.plan.decisions import Decisions
 
@@ -132,7 +134,8 @@ class _Programs:
 
     def prefetch(self, level: int) -> None:
         """Build at the same time the programs of a level without and with recomputation, where the first one
-        is certain not to fit and no others come between them; nothing where there is one process."""
+        is certain not to fit and no others come between them; nothing where there is one process. The second
+        one may turn out not to be needed, or to exceed the share of the work together with the first."""
         start, layout_costs = replace(self.state.constraints.start, zero=level), self.state.layout_costs
         more = [n for n in self.state.pipelines.counts if n > start.micro_batches and self.has_samples(n)]
         processes, layered = self.state.evaluations.processes, self._layered(start)
@@ -146,8 +149,9 @@ class _Programs:
         both = [start, replace(start, recompute=_equal_layers(layered))]
         if any(self._not_built(decisions) for decisions in both):
             return
-        made = layout_costs.parallel_map(self._made, both, processes, pack=_without_program)
-        self._prefetched |= zip(both, made, strict=True)
+        with suppress(DistGraphError):  # which the program that has it raises when its turn comes
+            made = layout_costs.parallel_map(self._made, both, processes, pack=_without_program)
+            self._prefetched |= zip(both, made, strict=True)
 
     def _made(self, decisions: Decisions) -> Evaluation | str:
         """The evaluation of a program, or why there is none."""
