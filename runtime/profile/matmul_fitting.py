@@ -28,7 +28,7 @@ _GAIN: Final = 0.03
 """Least part by which an exponent above 1 makes the error smaller: less may be noise."""
 _WEIGHT: Final = 0.25
 """Exponent of the seconds of a product by which its relative error counts: with 0 the sum of measured
-products was fitted 4 to 7 % too short, with 0.5 the time to start one was too long by half."""
+products was fitted 4 to 7 % too short, with 0.5 small products of known cost came out up to half too long."""
 _SETTLED: Final = 0.01  # relative change of the lengths in a turn after which there is no further one
 
 

@@ -14,10 +14,11 @@ rate of its whole shape; any other op reads and writes w_o bytes at the bandwidt
 A rank that does the share x of an op takes at least x p_do: the launch is not shared, and rates do not rise
 as matrices get smaller. Where a resource file has a measured table for the kind of op, the rate is the best
 of the table. A convolution of which patches were measured has them in p_do: whoever does the share x of its
-FLOPs copies at least the share x of its patches and rows. Of one that is computed in tiles only the FLOPs of
-its own result count: a part may fill its tiles better than the whole. Bytes that are priced beside the FLOPs
-of a product (`moved`) do not count. The shares of all ranks make each op at least once,
-no rank works longer than the step takes, and there are n_d devices of kind d, so the step takes at least
+FLOPs copies at least the share x of its patches and rows. Of one that is computed in tiles only the FLOPs
+that its result needs count, as a part may fill its tiles better than the whole. The bytes of a product do
+not count where they have a price beside the FLOPs (`moved`). The shares of all ranks make each op at least
+once, no rank works longer than the step takes, and there are n_d devices of kind d, so the step takes at
+least
 
     min T   subject to   sum_d x_do >= 1,   sum_o x_do p_do <= n_d T,   x >= 0,
 
