@@ -23,8 +23,12 @@ from distgraph.engine.commands.plan_search import (
     with_constraints_of,
     with_searched_plan,
 )
-from distgraph.engine.search_driver.candidate import candidate_of_plan, plan_of, program_of_plan
-from distgraph.engine.search_driver.evaluations import Evaluation, front
+from distgraph.engine.search_driver.candidate import (
+    candidate_of_plan,
+    plan_of,
+    program_of_plan,
+    split_by_data_axes,
+)
 from distgraph.engine.search_driver.run_search import plan_of_search, run_search
 from distgraph.engine.search_driver.search_state import SearchState
 from distgraph.errors import GraphError, InfeasibleError, ResourceError, ShardingError
@@ -142,6 +146,19 @@ def test_annotated_programs_keep_constraints() -> None:
     few = replace(options, constraints=SearchConstraints(devices=2))
     with pytest.raises(ResourceError, match=r"needs 4 devices but devices of the search is 2; annotate"):
         search(program.compile_request(Net(mesh)), two_by_two(), few)
+
+
+def test_what_an_annotation_splits_counts_for_zero() -> None:
+    """In programs that another process has forecast, too, which are not at hand."""
+    net = Net()
+    dg.shard_tensor(net.first.weight, axes=["dp", None])
+    request, constraints = PROGRAMS["mlp"].compile_request(net), SearchConstraints(zero=0)
+    state = SearchState(request, two_by_two(), "auto", SECONDS, processes=2, constraints=constraints)
+    list(run_search(state))
+    programs = [evaluation.built(state.layout_costs) for evaluation in state.evaluations.all]
+    assert programs
+    assert not any(split_by_data_axes(each.completed) for each in programs)
+    assert "zero=0" in state.evaluations.left_out.values()
 
 
 @pytest.mark.parametrize(
@@ -354,22 +371,6 @@ def test_the_front_of_what_was_forecast() -> None:
         )
     assert Plan.parse(plan.text()) == plan
     assert f"\n  {front[0].seconds * 1e3:.4g} ms" in str(plan)
-
-
-def test_the_front_of_many_keeps_its_ends() -> None:
-    choices = {"micro_batches": "1", "schedule": "1f1b", "recompute": "0 of 5 layers", "stages": "x on dp=1"}
-    evaluations = [
-        Evaluation("search", None, 1.0 + n, 1.0, 0.0, 1, choices, None, memory=100 - n, devices=30 - n)
-        for n in range(20)
-    ]
-    unfit = replace(evaluations[0], seconds=0.5, missing_bytes=1.0)
-    ineligible = replace(evaluations[0], seconds=0.5, eligible=False)
-    found = front([*evaluations, unfit, ineligible])
-    assert len(found) <= 10
-    assert [plan.seconds for plan in found[:3]] == [1.0, 2.0, 3.0]
-    assert found[-1].devices == 11
-    assert front([*evaluations[:2], replace(evaluations[0], seconds=1.0, memory=200)]) == found[:2]
-    assert found[0].plan == "1 micro-batch, 1 stage on dp=1"
 
 
 class Marked(nn.Module):

@@ -1,4 +1,4 @@
-"""Parts of the search: uniform pipelines, neighbours of a pipeline, pools, borders, restrictions."""
+"""Parts of the search: uniform pipelines, neighbours of a pipeline, pools, borders, restrictions, fronts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.support.all_uniform_pipelines import uniform_pipelines
 from distgraph.engine.search_driver import fixed_mesh_search
 from distgraph.engine.search_driver import pipeline_search as pipeline_search_module
 from distgraph.engine.search_driver.candidate import Candidate, StageChoice, build_candidate, layout_identity
-from distgraph.engine.search_driver.evaluations import evaluate
+from distgraph.engine.search_driver.evaluations import Evaluation, evaluate, front
 from distgraph.engine.search_driver.explain.decisions import with_problems
 from distgraph.engine.search_driver.fixed_mesh_search import double_recursion
 from distgraph.engine.search_driver.layout_costs import LayoutCosts
@@ -429,3 +429,19 @@ def test_one_process_solves_shapes_in_their_order_until_the_time_is_up(
     pairs = [(SubMesh((1,)), one), (SubMesh((2,)), two), (SubMesh((4,)), grid)]
     costs.prepare_variants(1, pairs, "none", ("fastest",))
     assert solved == [pair[0].size for pair in pairs[:2]]
+
+
+def test_the_front_of_many_keeps_its_ends() -> None:
+    choices = {"micro_batches": "1", "schedule": "1f1b", "recompute": "0 of 5 layers", "stages": "x on dp=1"}
+    evaluations = [
+        Evaluation("search", None, 1.0 + n, 1.0, 0.0, 1, choices, None, memory=100 - n, devices=30 - n)
+        for n in range(20)
+    ]
+    unfit = replace(evaluations[0], seconds=0.5, missing_bytes=1.0)
+    ineligible = replace(evaluations[0], seconds=0.5, eligible=False)
+    found = front([*evaluations, unfit, ineligible])
+    assert len(found) <= 10
+    assert [plan.seconds for plan in found[:3]] == [1.0, 2.0, 3.0]
+    assert found[-1].devices == 11
+    assert front([*evaluations[:2], replace(evaluations[0], seconds=1.0, memory=200)]) == found[:2]
+    assert found[0].plan == "1 micro-batch, 1 stage on dp=1"

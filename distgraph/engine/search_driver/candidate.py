@@ -246,9 +246,16 @@ def candidate_of_plan(plan: Plan, layout_costs: LayoutCosts) -> Candidate | None
     return Candidate("search", tuple(stages), layout_costs.restriction, math.inf, **decided)
 
 
-def broken_constraint(candidate: Candidate, layout_costs: LayoutCosts) -> str:
+def broken_constraint(candidate: Candidate, layout_costs: LayoutCosts, split: int | None = None) -> str:
     """The first constraint of the search that a candidate does not keep, such as "stages=4", or "axes of
-    annotations"; "" for none."""
+    annotations"; "" for none.
+
+    Args:
+        candidate: what is decided.
+        layout_costs: with the constraints.
+        split: what the data axes split in its program, see `split_by_data_axes`; None where it is not built,
+            so that what its restriction allows counts.
+    """
     if not all(layout_costs.allows(candidate.micro_batches, stage.shape) for stage in candidate.stages):
         return "axes of annotations"
     borders = [stage.first for stage in candidate.stages[1:]]
@@ -256,7 +263,7 @@ def broken_constraint(candidate: Candidate, layout_costs: LayoutCosts) -> str:
         return f"runtime={layout_costs.runtime_name}"
     layers = len(layout_costs.all_layers(candidate.micro_batches))
     equal = len({stage.shape for stage in candidate.stages}) == 1
-    zero = zero_of(candidate.restriction)
+    zero = zero_of(candidate.restriction) if split is None else split
     return layout_costs.constraints.broken_by(candidate, borders, layers, equal, zero)
 
 

@@ -18,6 +18,7 @@ from distgraph.engine.search_driver.candidate import (
     Candidate,
     build_candidate,
     completed_graph,
+    split_by_data_axes,
 )
 from distgraph.engine.search_driver.layout_costs import LayoutCosts
 from distgraph.errors import DistGraphError
@@ -46,6 +47,7 @@ class Evaluation:
         devices: that the program uses.
         eligible: whether it may be the answer.
         shares: what its step goes to, see `Forecast.shares`.
+        split: what the data axes split, see `split_by_data_axes`.
         rebuild: builds the program once more where it does not follow from a candidate; None where that is
             not possible, so that the program is kept.
     """
@@ -62,6 +64,7 @@ class Evaluation:
     devices: int = 0
     eligible: bool = True
     shares: Mapping[str, float] = field(default_factory=dict)
+    split: int = 0
     rebuild: Callable[[LayoutCosts], BuiltCandidate | str] | None = None
 
     @property
@@ -116,6 +119,7 @@ def evaluation_of(program: BuiltCandidate, *, other_layouts: bool = False) -> Ev
         math.ceil(program.forecast.peak_memory),
         len(program.build.ranks),
         shares=program.forecast.shares,
+        split=split_by_data_axes(program.completed),
     )
 
 

@@ -131,7 +131,7 @@ class SearchState:
             return ""
         if evaluation.program is not None or evaluation.candidate is None:
             return constraint_broken_by(evaluation.built(self.layout_costs), self.layout_costs)
-        return broken_constraint(evaluation.candidate, self.layout_costs)
+        return broken_constraint(evaluation.candidate, self.layout_costs, evaluation.split)
 
     def single_stage_breaks(self) -> str:
         """The constraint that no program of one stage keeps; "" where there is none."""

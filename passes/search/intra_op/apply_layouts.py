@@ -3,7 +3,8 @@
 *In:* a serial graph, a mesh for every op, layouts from one formulation for each stage. *Out:* the completed
 graph. *Invariant:* annotations stay. A value that only other meshes read stays in the layout in which it is
 produced. Sources that several stages read are loaded on each of them where that costs nothing, and sums of
-gradients from several stages are taken once a step (`defer_cross_mesh_sums`), as in completion.
+gradients from several stages are taken once a step (`defer_cross_mesh_sums`), as in completion, and what is
+all_reduced before an `accumulate` is all_reduced after it (`defer_accumulated`).
 
 Layouts may come from a mesh of other ranks: only its axes and their sizes count.
 """
@@ -19,6 +20,7 @@ from distgraph.ir.index_rule import OpLayout, result_spec
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.op_registry import lookup, rule_of
 from distgraph.ir.sharding_spec import DistAttr
+from distgraph.passes.communication.defer_accumulated import defer_accumulated
 from distgraph.passes.communication.defer_cross_mesh_sums import spread_over_meshes
 from distgraph.passes.search.intra_op.chosen_layouts import Layouts
 
@@ -68,7 +70,7 @@ def assign(
             if users and mesh not in users:
                 attr = _as_produced(ops[-1], position, attr)
             attrs[value.name] = DistAttr(mesh, attr.spec, attr.origin)
-    return serial.with_ops(ops, attrs=attrs, placements={})
+    return defer_accumulated(serial.with_ops(ops, attrs=attrs, placements={}))
 
 
 def _as_produced(op: Op, position: int, attr: DistAttr) -> DistAttr:

@@ -359,7 +359,7 @@ class _UniformPipelines:
                 continue
             named.choices = {**named.choices, "stages": "; ".join(map(str, pipeline.stages))}
             named.rebuild = partial(build_candidate, pipeline, self.costs)
-            yield self.state.record(named, broken=broken_constraint(pipeline, self.costs))
+            yield self.state.record(named, broken=broken_constraint(pipeline, self.costs, evaluation.split))
 
 
 def _evaluate_stages_of(state: SearchState, pipeline: Candidate) -> Evaluation:
