@@ -55,11 +55,14 @@ class Overlap:
 
     Attributes:
         activations, gradients, parameters: kinds of collectives by what they are for; "all" for every kind.
+        startups: whether a collective starts while earlier ones of its group are under way, so that only
+            their transfers follow one another; else it starts when these have ended.
     """
 
     activations: tuple[str, ...] | Literal["all"] = ()
     gradients: tuple[str, ...] | Literal["all"] = ()
     parameters: tuple[str, ...] | Literal["all"] = ()
+    startups: bool = False
 
     def hides(self, purpose: Purpose, kind: str) -> bool:
         """Whether a collective of this kind for this purpose runs while the device computes."""

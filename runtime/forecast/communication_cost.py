@@ -40,6 +40,7 @@ class Message:
         link: kind of the bottleneck link; "" if nothing is sent.
         busy: part of `seconds` for which the ranks themselves work for the message.
         between: whether it is sent between machines.
+        startup: part of `seconds` that does not depend on its size.
     """
 
     kind: str
@@ -48,6 +49,12 @@ class Message:
     link: str
     busy: float = 0.0
     between: bool = False
+    startup: float = 0.0
+
+    @property
+    def transfer(self) -> float:
+        """Seconds for which it occupies its links."""
+        return self.seconds - self.startup
 
 
 class TrafficCost:
@@ -68,18 +75,20 @@ class TrafficCost:
         return TrafficCost(graph, self.cluster, self.devices)
 
     def collective(self, program: RankProgram, local: LocalOp) -> Message:
-        """A collective on the groups of one mesh, with the sizes of one rank."""
+        """A collective on the groups of one mesh, with the sizes of a rank; its startup is that of a byte."""
         op, declared = local.op, local.collective
         assert declared is not None
         larger = op.results if declared.growth > 0 else op.operands
         narrow = itemsize(wire_dtype(op)) / itemsize(op.results[0].dtype)
         size = narrow * sum(nbytes(program, value.name) for value in larger)
         mesh = self.graph.attrs[op.operands[0].name].mesh
-        seconds, link, between, busy = 0.0, "", False, 0.0
+        seconds, link, between, busy, startup = 0.0, "", False, 0.0, 0.0
         if len(local.attrs["group"]) > 1 and size:
             axes = tuple(op.attrs["axes"])
             seconds, link, between, busy = self.communication.estimate(declared.name, mesh, axes, size)
-        return Message(declared.name, seconds, mesh.size * float(local.attrs["wire"]), link, busy, between)
+            startup = min(seconds, self.communication.estimate(declared.name, mesh, axes, 1.0)[0])
+        wire = mesh.size * float(local.attrs["wire"])
+        return Message(declared.name, seconds, wire, link, busy, between, startup)
 
     def exchange(self, op: Op) -> Message:
         """Pieces from rank to rank: a permute, a halo, a transfer between meshes."""

@@ -3,12 +3,12 @@
 *In:* a rank program, its storage, the costs of its ops.
 *Out:* `TaskTime`: seconds of one run of a task.
 *Invariant:* a collective starts where the generated program starts it, after the earlier collectives of its
-group have ended, and the compute stream waits for it where the program waits (`Storage.waits`,
-`Storage.late`). The host delays a task, too (`HostTimes`): it ends no earlier than its ops are issued, and a
-device that moves its messages itself computes nothing at each end of a message to another mesh. Collectives
-of different groups that use the same links at the same time get equal parts of their bandwidth, so that
-together they take about as long as one after the other; those along different axes of a torus share none.
-Exchanges over the same links follow one another.
+group have ended (their transfers, where `Overlap.startups` says so), and the compute stream waits for it
+where the program waits (`Storage.waits`, `Storage.late`). The host delays a task, too (`HostTimes`): it ends
+no earlier than its ops are issued, and a device that moves its messages itself computes nothing at each end
+of a message to another mesh. Collectives of different groups that use the same links at the same time get
+equal parts of their bandwidth, so that together they take about as long as one after the other; those along
+different axes of a torus share none. Exchanges over the same links follow one another.
 
 A device that works for its collectives itself (`Message.busy`) does that work while it waits for any of them,
 the oldest first, and between machines, where a thread of the rank lets them go on, also during the transfer,
@@ -172,10 +172,10 @@ class Streams:
         if local.mode == "exchange":
             return self.traffic.exchange(local.op)
         message = self.traffic.collective(program, local)
-        ranks = len(local.attrs.get("group", ()))
+        seconds, ranks = message.seconds, len(local.attrs.get("group", ()))
         if self.runtime.gradients.scatter == "chain" and local.mode == "comm.reduce_scatter" and ranks > 1:
-            return replace(message, seconds=message.seconds * ranks / (ranks - 1))
-        return message
+            seconds *= ranks / (ranks - 1)
+        return replace(message, seconds=seconds, startup=message.startup * self.runtime.overlap.startups)
 
     def _sent(self, message: Message) -> Message:
         """A message between stages with the start of the runtime in place of that of the cluster."""
@@ -422,13 +422,13 @@ class _Run:
         self._count_traffic(message)
         self.issued += bool(message.link)
         name, channel = local.op.name, self._channel(local, message)
-        start = max(self.clock, self.channels.get(channel, 0.0))
+        free = self.channels.get(channel, 0.0)
+        start = max(self.clock, free)
         end = start + message.seconds + self._share_links(local, message, channel, start)
-        begun, work = self.served.get(channel, (start, 0.0))
-        queued = self.channels.get(channel, 0.0) > self.clock
-        self.served[channel] = (begun, work + message.seconds) if queued else (start, message.seconds)
+        begun, work = self.served[channel] if free > self.clock else (start, 0.0)
+        self.served[channel] = begun, work + message.transfer
         self.communication += message.seconds
-        self.channels[channel], self.latest[channel] = end, local.op
+        self.channels[channel], self.latest[channel] = end - message.startup, local.op
         self.ends[name], self.carrier[name], self.busy[name] = end, channel, message.busy
         if message.between and message.busy:
             self.transfers[name] = start, message.busy
@@ -470,7 +470,7 @@ class _Run:
             for other, free in together:
                 begun, work = self.served[other]
                 left = free - start if len(together) == 1 else work * (free - start) / (free - begun)
-                shared = min(message.seconds, left)
+                shared = min(message.transfer, left)
                 delay += shared
                 self._delay(other, start, shared)
             delays.append(delay)

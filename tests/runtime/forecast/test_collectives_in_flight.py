@@ -231,3 +231,24 @@ def test_delays_move_the_work_for_a_transfer_that_is_queued():
     assert run.transfers == {"a": (0.0, 1.0), "b": (6.0, 1.0)}
     assert run.ends == {"a": 6.0, "b": 10.0}
     assert local.op.name in run.ends
+
+
+@pytest.mark.parametrize(("startup", "ends"), [(0.0, [4.0, 8.0, 12.0]), (3.0, [4.0, 5.0, 6.0])])
+def test_transfers_of_a_group_follow_one_another(startup: float, ends: list[float]):
+    """Three sums of 4 s; with a startup of 3 s, each starts 1 s after the one before it."""
+    run = run_of(streams_of_one_rank())
+    for name in "abc":
+        message = Message("all_reduce", 4.0, 0.0, "ethernet", startup=startup)
+        run._communicate(all_reduce(name, (0, 1)), message)
+    assert [run.ends[name] for name in "abc"] == pytest.approx(ends)
+
+
+def test_startups_overlap_where_the_runtime_says_so():
+    """Three gradients that are ready at once: their sums take one startup less each than in a queue."""
+    build = chain(2, [1024] * 4, [grid(dp=2)] * 3, weights=[[None, None]] * 3, passes=("-bucket_gradients",))
+    cluster, together = machines(1, 1), load_runtime("distgraph_cpu")
+    queue = replace(together, overlap=replace(together.overlap, startups=False))
+    seconds = [forecast(build, cluster, runtime=runtime).step_seconds for runtime in (together, queue)]
+    traffic = TrafficCost(build.lowered, cluster, (0, 1))
+    startup, *_ = traffic.communication.estimate("all_reduce", grid(dp=2), ("dp",), 1.0)
+    assert seconds[1] - seconds[0] == pytest.approx(2 * startup, rel=1e-3)
