@@ -25,6 +25,8 @@ from distgraph.resources import Cluster
 from distgraph.resources.mesh_communication import MeshCommunication, machine_count, representative_devices
 from distgraph.runtime.program.storage import nbytes
 
+_LONG = 2.0**30
+"""Bytes of a message whose start takes next to nothing of its time."""
 _Exchange = tuple[str, tuple[int, ...], str, DistAttr, DistAttr, object]
 """Kind, shape and dtype of an exchange, both layouts on ranks numbered from 0, and the windows of a halo."""
 
@@ -40,7 +42,7 @@ class Message:
         link: kind of the bottleneck link; "" if nothing is sent.
         busy: part of `seconds` for which the ranks themselves work for the message.
         between: whether it is sent between machines.
-        startup: part of `seconds` that does not depend on its size.
+        startup: part of `seconds` that its bytes do not account for at the rate of a long message.
     """
 
     kind: str
@@ -75,7 +77,7 @@ class TrafficCost:
         return TrafficCost(graph, self.cluster, self.devices)
 
     def collective(self, program: RankProgram, local: LocalOp) -> Message:
-        """A collective on the groups of one mesh, with the sizes of a rank; its startup is that of a byte."""
+        """A collective on the groups of one mesh, with the sizes of one rank."""
         op, declared = local.op, local.collective
         assert declared is not None
         larger = op.results if declared.growth > 0 else op.operands
@@ -86,7 +88,8 @@ class TrafficCost:
         if len(local.attrs["group"]) > 1 and size:
             axes = tuple(op.attrs["axes"])
             seconds, link, between, busy = self.communication.estimate(declared.name, mesh, axes, size)
-            startup = min(seconds, self.communication.estimate(declared.name, mesh, axes, 1.0)[0])
+            long, *_ = self.communication.estimate(declared.name, mesh, axes, _LONG)
+            startup = max(0.0, seconds - size / _LONG * long)
         wire = mesh.size * float(local.attrs["wire"])
         return Message(declared.name, seconds, wire, link, busy, between, startup)
 

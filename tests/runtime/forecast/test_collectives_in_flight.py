@@ -250,5 +250,7 @@ def test_startups_overlap_where_the_runtime_says_so():
     queue = replace(together, overlap=replace(together.overlap, startups=False))
     seconds = [forecast(build, cluster, runtime=runtime).step_seconds for runtime in (together, queue)]
     traffic = TrafficCost(build.lowered, cluster, (0, 1))
-    startup, *_ = traffic.communication.estimate("all_reduce", grid(dp=2), ("dp",), 1.0)
-    assert seconds[1] - seconds[0] == pytest.approx(2 * startup, rel=1e-3)
+    estimates = [traffic.communication.estimate("all_reduce", grid(dp=2), ("dp",), 4.0 * n) for n in (0, 1)]
+    startup = estimates[0][0]  # of an empty message
+    assert 0 < startup < estimates[1][0]
+    assert seconds[1] - seconds[0] == pytest.approx(2 * startup, rel=0.01)
