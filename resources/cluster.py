@@ -139,7 +139,7 @@ class OpTable:
         if given and (self.times or self.work):
             raise ValueError("either rates or times by an amount of work")
         if not all(map(any, given)):
-            raise ValueError("a rate above zero among the three")
+            raise ValueError("rates of which one is above zero")
         if self.times is None and (given or self.launch is not None) and not self.work:
             return self
         if self.times is None or (self.bytes is None) == (self.flops is None):

@@ -289,7 +289,7 @@ def validate(
         assert issubclass(kind, BaseModel)
         return kind.model_validate(document)
     except ValidationError as errors:
-        details = errors.errors(include_url=False)
+        details = _independent(errors.errors(include_url=False))
         shown_in = document if written is None else written
         lines = list(dict.fromkeys(_describe(detail, shown_in, file, see) for detail in details[:_MOST_TOLD]))
         if len(details) > _MOST_TOLD:
@@ -374,6 +374,12 @@ def _cut(text: str) -> str:
     return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}..."
 
 
+def _independent(details: list[ErrorDetails]) -> list[ErrorDetails]:
+    """The errors that do not follow from others: a list with wrong entries counts as too short."""
+    wrong = {detail["loc"][:-1] for detail in details}
+    return [detail for detail in details if detail["type"] != "too_short" or detail["loc"] not in wrong]
+
+
 def _describe(error: ErrorDetails, document: object, file: str, see: str) -> str:
     path, value = _path_in(document, error["loc"])
     subject = f"{file}: {path_text(path)}" if path else file
@@ -402,7 +408,7 @@ _EXPECTATIONS: Final = {
     "greater_than_equal": "a number from {ge:g} up",
     "less_than": "a number below {lt:g}",
     "less_than_equal": "a number up to {le:g}",
-    "too_short": "at least {min_length} entry",
+    "too_short": "{min_length} or more entries",
     "too_long": "at most {max_length} entries",
     "string_too_short": "a text of at least {min_length} characters",
     "string_too_long": "a text of at most {max_length} characters",

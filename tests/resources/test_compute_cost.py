@@ -170,13 +170,13 @@ def test_other_missing_numbers():
         ),
         ({"launch": 5}, r"compute.launch: expected a time such as \"2 us\", got 5"),
         ({"matmul": {"f32": {"efficiency": 0.5}}}, r"compute.matmul.f32.half: missing"),
-        ({"matmul": {"f32": {"efficiency": 0.5, "half": [1, 2]}}}, r"half: expected at least 3 entr"),
+        ({"matmul": {"f32": {"efficiency": 0.5, "half": [1, 2]}}}, r"half: expected 3 or more entries"),
         (
             {"matmul": {"f32": {"efficiency": 0.5, "half": [1, -2, 3]}}},
             r"half\[1\]: expected a number from 0 up, got -2",
         ),
         ({"lunch": "1 us"}, r"compute.lunch: unknown field"),
-        ({"ops": {"conv": {"f32": {"rates": ["1 ps", "0 s"]}}}}, r"rates: expected at least 3 entr"),
+        ({"ops": {"conv": {"f32": {"rates": ["1 ps", "0 s"]}}}}, r"rates: expected 3 or more entries"),
         ({"ops": {"conv": {"f32": {"rates": [1e-12, 0, 0]}}}}, r"rates\[0\]: expected a time such as"),
         (
             {"ops": {"conv": {"f32": {"rates": 3 * ["1 ps"], "times": ["1 s"], "flops": ["1 FLOP"]}}}},

@@ -141,7 +141,7 @@ MISTAKES = [
             "'i8', got \"10 TFLOP/s\""
         ),
     ),
-    ([*ONE, "devices"], [], "machines[1].devices: expected at least 1 entry, got []"),
+    ([*ONE, "devices"], [], "machines[1].devices: expected 1 or more entries, got []"),
     ([*ONE, "devices"], 8, "machines[1].devices: expected a list, got 8"),
     (
         [*ONE, "inside", "bandwidth"],
@@ -170,7 +170,7 @@ MISTAKES = [
         {"topology": "torus", "shape": [3, 2]},
         "network.shape: 3 x 2 = 6 places but 2 machines; make them equal",
     ),
-    (["machines"], [], "machines: expected at least 1 entry, got []"),
+    (["machines"], [], "machines: expected 1 or more entries, got []"),
     (["machines"], {"a": 1}, "machines: expected a list, got "),
     (["launch"], -3, 'launch: expected a time such as "2 us", got -3'),
     (
@@ -184,7 +184,7 @@ MISTAKES = [
                 "times": [],
             }
         ],
-        "measured[0].times: expected at least 1 entry, got []",
+        "measured[0].times: expected 1 or more entries, got []",
     ),
     (
         ["measured"],
@@ -210,7 +210,7 @@ MISTAKES = [
         [TABLE | {"groups": [[0, 1], [1, 2]]}],
         "measured[0]: expected groups of 2 devices each, every device in one of them at most, got ",
     ),
-    (["measured"], [TABLE | {"groups": []}], "measured[0].groups: expected at least 1 entry, got []"),
+    (["measured"], [TABLE | {"groups": []}], "measured[0].groups: expected 1 or more entries, got []"),
     (
         ["measured"],
         [TABLE | {"groups": [[0, 1], [2, 99]]}],

@@ -124,7 +124,7 @@ DEVICE = "machines.0.devices"
         (
             f"{DEVICE}.compute.ops",
             {"conv": {"f32": {"rates": ["0 s"] * 3}}},
-            r"ops.conv.f32: expected a rate above zero among the three",
+            r"ops.conv.f32: expected rates of which one is above zero",
         ),
         (f"{DEVICE}.compute.memory_efficiency", 1e-300, r"efficiency: expected a number from 1e-06 up"),
         (f"{DEVICE}.compute.error", {"launch": -1}, r"compute.error.launch: expected a number from 0 up"),

@@ -38,6 +38,7 @@ class Tree(Entry):
     leaves: list[Leaf] = Field(default_factory=list)
     by_name: dict[str, Leaf] = Field(default_factory=dict)
     mesh: Annotated[str, BeforeValidator(parsed(str.strip, 'a mesh such as "dp=2"'))] = ""
+    pair: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=2)] = Field(default_factory=list)
 
 
 @pytest.mark.parametrize(
@@ -106,6 +107,8 @@ def test_data_that_stands_in_several_places_counts_in_each() -> None:
             ],
         ),
         ({"name": "a", "leaves": {}}, ["x.json: leaves: expected a list, got {}"]),
+        ({"name": "a", "pair": [1]}, ["x.json: pair: expected 2 or more entries, got [1]"]),
+        ({"name": "a", "pair": [1, -1]}, ["x.json: pair[1]: expected a number from 0 up, got -1"]),
         (
             {"name": "a", "by_name": {"b.0 c": {"size": True}}},
             ["x.json: by_name['b.0 c'].size: expected a whole number, got true"],
