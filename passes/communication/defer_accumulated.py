@@ -23,7 +23,12 @@ from distgraph.ir.graph import SOURCES, Graph, Op, Value
 from distgraph.ir.index_rule import OpLayout, result_spec
 from distgraph.ir.op_registry import lookup, operand_layout, rule_of
 from distgraph.ir.sharding_spec import DistAttr, ShardSpec
-from distgraph.passes.communication.defer_partials import Partials, passing_group
+from distgraph.passes.communication.defer_partials import (
+    Partials,
+    leaves_none,
+    passing_group,
+    produced_partials,
+)
 
 
 def defer_accumulated(graph: Graph) -> Graph:
@@ -53,7 +58,7 @@ def _candidates(graph: Graph, layouts: Mapping[str, OpLayout], planned: Partials
             produced = result_spec(rule_of(op), number, layouts[op.name], lookup(op.kind).reduction)
             if attr.pinned or value.name in graph.live_out or attr.spec.dims != produced.dims:
                 continue
-            made = {axis for axis, reduction in produced.partial if reduction == "sum"}
+            made = _made(graph, op, value, layouts)
             passed = {
                 axis
                 for operand in op.operands
@@ -70,9 +75,8 @@ def _stays(
 ) -> bool:
     """Whether a value is a partial sum if all values of the set are, and each reader passes it on to an
     `accumulate`."""
-    produced = result_spec(rule_of(op), op.results.index(value), layouts[op.name], lookup(op.kind).reduction)
-    made = (axis, "sum") in produced.partial
-    if not made and all(_group(graph, op, v, axis, deferred, layouts) is None for v in op.operands):
+    passed = any(_group(graph, op, v, axis, deferred, layouts) is not None for v in op.operands)
+    if not passed and axis not in _made(graph, op, value, layouts):
         return False
     readers = graph.users[value.name]
     return bool(readers) and all(
@@ -80,6 +84,12 @@ def _stays(
         and (_reduces(graph, reader, axis) or (reader.result.name, axis) in deferred)
         for reader in readers
     )
+
+
+def _made(graph: Graph, op: Op, value: Value, layouts: Mapping[str, OpLayout]) -> frozenset[str]:
+    """Axes over which an op itself makes a result a partial sum."""
+    made = {} if leaves_none(graph, op) else produced_partials(op, layouts[op.name])
+    return made.get(value.name, frozenset())
 
 
 def _group(
