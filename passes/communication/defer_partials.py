@@ -41,8 +41,7 @@ def produced_partials(op: Op, layout: OpLayout) -> dict[str, frozenset[str]]:
 def deferred_partials(graph: Graph, layouts: Mapping[str, OpLayout]) -> Partials:
     """(value, axis) pairs whose reduction is deferred past the readers of the value."""
     produced = {
-        op.name: {} if leaves_none(graph, op) else produced_partials(op, layouts[op.name])
-        for op in graph.ops
+        op.name: {} if leaves_none(graph, op) else produced_partials(op, layouts[op.name]) for op in graph.ops
     }
     candidates = _candidates(graph, layouts, produced)
     deferred: Partials = {
