@@ -43,6 +43,8 @@ class MeshCommunication:
         self.devices = None if devices is None else tuple(devices)
         self.cost = shared_cost(cluster)
         self._patterns: dict[tuple[ProcessMesh, tuple[str, ...]], tuple[Groups, ...]] = {}
+        self._alike: dict[ProcessMesh, ProcessMesh] = {}
+        self._first_alike: dict[object, ProcessMesh] = {}
         self._prices: dict[tuple[str, float, tuple[Groups, ...]], float] = {}
         self._estimates: dict[tuple[str, Groups, float], tuple[tuple[float, str, bool], float]] = {}
 
@@ -57,6 +59,15 @@ class MeshCommunication:
             groups = [tuple(self.device(rank) for rank in group) for group in mesh.groups(axes)]
             self._patterns[key] = patterns(self.cluster, groups)
         return self._patterns[key]
+
+    def mesh_alike(self, mesh: ProcessMesh) -> ProcessMesh:
+        """The first mesh so far with the same axes, on devices between which messages take as long."""
+        if mesh not in self._alike:
+            devices = (self.device(int(rank)) for rank in mesh.ranks.flat)
+            places = representative_devices(self.cluster, devices)
+            key = mesh.axes, mesh.shape, tuple(mesh.weights.items()), places
+            self._alike[mesh] = self._first_alike.setdefault(key, mesh)
+        return self._alike[mesh]
 
     def price(
         self, kind: str, sent: float, group_size: int, mesh: ProcessMesh, axes: tuple[str, ...]

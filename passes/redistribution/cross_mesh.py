@@ -29,6 +29,7 @@ from distgraph.passes.redistribution.planner import (
     BYTE_PRICES,
     Price,
     Priced,
+    mesh_alike,
     price_bound,
     priced,
     redistribute,
@@ -96,11 +97,9 @@ def transfer(
         tiles   [x, _] on mesh(x=2) -> [y, _] on mesh(y=2; 2..3): 0->2 [0:2, 0:4]; 1->3 [2:4, 0:4]
         after   all_gather(y) dim 0: [y, _] -> [_, _]
     """
-    if price not in BYTE_PRICES:
-        return _plan(tuple(shape), itemsize, source, target, price)
-    # no price depends on who the ranks are: all pairs of stages of a pipeline share one plan
+    # equal pairs of stages of a pipeline share one plan
     first, second, ranks = renumbered(source, target)
-    plan = _plan(tuple(shape), itemsize, first, second, price)
+    plan = _plan(tuple(shape), itemsize, first, second, _price_of(price, source, target, first, second))
     start, landing = DistAttr(source.mesh, plan.source.spec), DistAttr(target.mesh, plan.landing.spec)
     return Transfer(plan.before, start, moved(plan.tiles, ranks), landing, plan.after)
 
@@ -135,12 +134,47 @@ def choose(
     shape: tuple[int, ...], itemsize: int, source: DistAttr, target: DistAttr, price: Price = wire_price
 ) -> Choice:
     """Price of `transfer`, cached, with what it takes to find; arguments as there."""
-    if price in BYTE_PRICES:
-        source, target, _ = renumbered(source, target)
+    first, second, _ = renumbered(source, target)
+    price = _price_of(price, source, target, first, second)
+    return _choice(tuple(shape), itemsize, first, second, price)
+
+
+def _choice(
+    shape: tuple[int, ...], itemsize: int, source: DistAttr, target: DistAttr, price: Price
+) -> Choice:
+    """As `choose`, for ranks that are numbered from 0."""
     if source.mesh == target.mesh:
-        direct = priced(tuple(shape), itemsize, source.mesh, source.spec, target.spec, price)
+        direct = priced(shape, itemsize, source.mesh, source.spec, target.spec, price)
         return Choice(direct.cost, target.spec, target.spec, 0, (direct,))
-    return _choose(tuple(shape), itemsize, source, target, price)
+    return _choose(shape, itemsize, source, target, price)
+
+
+@dataclass(frozen=True, slots=True)
+class _PriceElsewhere:
+    """A price on meshes with other numbers of ranks: equal for pairs of stages with equal prices.
+
+    Attributes:
+        price: by the numbers of the job.
+        meshes: pairs of a mesh with other numbers and one with the prices of the mesh that it stands for.
+    """
+
+    price: Price
+    meshes: tuple[tuple[ProcessMesh, ProcessMesh], ...]
+
+    def __call__(
+        self, kind: str, sent: float, group_size: int, mesh: ProcessMesh, axes: tuple[str, ...]
+    ) -> float:
+        return self.price(
+            kind, sent, group_size, next(at for given, at in self.meshes if given == mesh), axes
+        )
+
+
+def _price_of(price: Price, source: DistAttr, target: DistAttr, first: DistAttr, second: DistAttr) -> Price:
+    """The price between two layouts, for the same layouts `first` and `second` with ranks from 0 on."""
+    if price in BYTE_PRICES:
+        return price  # it does not depend on who the ranks are
+    pairs = (first.mesh, mesh_alike(price, source.mesh)), (second.mesh, mesh_alike(price, target.mesh))
+    return _PriceElsewhere(price, pairs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +198,7 @@ def _plan(
 ) -> Transfer:
     source.spec.check(shape, source.mesh, "source of a transfer")
     target.spec.check(shape, target.mesh, "target of a transfer")
-    chosen = choose(shape, itemsize, source, target, price)
+    chosen = _choice(shape, itemsize, source, target, price)
     start, landing = DistAttr(source.mesh, chosen.start), DistAttr(target.mesh, chosen.landing)
     before = redistribute(shape, itemsize, source.mesh, source.spec, start.spec, price)
     after = redistribute(shape, itemsize, target.mesh, landing.spec, target.spec, price)

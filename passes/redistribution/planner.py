@@ -21,6 +21,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
+from distgraph.errors import ShardingError
 from distgraph.ir.collective_registry import BlockSizes, Space, Step, cached_until_registration, with_dim
 from distgraph.ir.collectives import COLLECTIVES
 from distgraph.ir.mesh import ProcessMesh
@@ -109,7 +110,7 @@ def redistribute(
         >>> [str(s) for s in redistribute((8, 8), 4, mesh, spec("[x, _]"), spec("[_, x]"))]
         ['all_to_all(x) dim 0->1: [x, _] -> [_, x]']
     """
-    return _plan(tuple(shape), itemsize, mesh, source, target, price)[1]
+    return _shared_plan(tuple(shape), itemsize, mesh, source, target, price)[1]
 
 
 def redistribute_cost(
@@ -163,7 +164,7 @@ def priced(
 ) -> Priced:
     """Price of `redistribute`, cached, with the number of steps examined. Raises what that raises."""
     if price not in BYTE_PRICES:
-        cost, _, examined = _plan(shape, itemsize, mesh, source, target, price)
+        cost, _, examined = _shared_plan(shape, itemsize, mesh, source, target, price)
         return Priced(cost, (shape, mesh, source, target), examined)
     source.check(shape, mesh, "source of a redistribution")
     target.check(shape, mesh, "target of a redistribution")
@@ -192,6 +193,28 @@ def _cost_of_class(
 
     cost, _, examined = cheapest_path(space, start, itemsize, price, left)
     return cost, examined
+
+
+def mesh_alike(price: Price, mesh: ProcessMesh) -> ProcessMesh:
+    """A mesh with the same axes and the same prices of all collectives: one for all equal stages of a
+    pipeline, where the price is of an object that has such meshes."""
+    alike = getattr(getattr(price, "__self__", None), "mesh_alike", None)
+    return mesh if alike is None else alike(mesh)
+
+
+def _shared_plan(
+    shape: tuple[int, ...],
+    itemsize: int,
+    mesh: ProcessMesh,
+    source: ShardSpec,
+    target: ShardSpec,
+    price: Price,
+) -> tuple[float, tuple[Step, ...], int]:
+    """As `_plan`, made once for all meshes with the same prices."""
+    try:
+        return _plan(shape, itemsize, mesh_alike(price, mesh), source, target, price)
+    except ShardingError:  # which names this mesh instead
+        return _plan(shape, itemsize, mesh, source, target, price)
 
 
 @cached_until_registration(maxsize=1 << 14)

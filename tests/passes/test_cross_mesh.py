@@ -16,7 +16,10 @@ from distgraph.errors import ShardingError
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import REDUCTIONS, DistAttr, ShardSpec
 from distgraph.passes.redistribution.cross_mesh import transfer, transfer_cost
+from distgraph.passes.redistribution.planner import redistribute
 from distgraph.passes.redistribution.tiles import Need, assign, link_bytes, tiles_between
+from distgraph.resources import load_cluster
+from distgraph.resources.mesh_communication import MeshCommunication
 
 parse = ShardSpec.parse
 
@@ -365,3 +368,31 @@ def test_blocks_of_the_spec_cover_a_dim_of_any_size():
         bounds = [(min(size, block * i), min(size, block * (i + 1))) for i in range(parts)]
         assert [b for b, _ in bounds[1:]] == [e for _, e in bounds[:-1]]
         assert (bounds[0][0], bounds[-1][1]) == (0, size)
+
+
+@pytest.mark.parametrize("shape", [(64, 32, 16), (6, 10, 4)])
+@pytest.mark.parametrize("name", ["dgx_a100_pod", "p3_16xlarge_x8"])
+def test_equal_stages_share_plans_that_prices_of_a_cluster_decide(shape: tuple[int, ...], name: str) -> None:
+    communication = MeshCommunication(load_cluster(name))
+
+    def price(*arguments):  # says of no meshes that they have equal prices
+        return communication.price(*arguments)
+
+    meshes = [ProcessMesh.grid(start, dp=2, tp=4) for start in (0, 8, 4, 16)]
+    assert communication.mesh_alike(meshes[0]) is communication.mesh_alike(meshes[1]) is meshes[0]
+    assert communication.mesh_alike(meshes[2]) is meshes[2]  # on two machines
+    specs = [parse(text) for text in ("[dp, tp, _]", "[_, dp*tp, _]", "[dp, _, _] partial(tp)", "[_, _, tp]")]
+    for (a, b), (start, end) in itertools.product(
+        itertools.product(meshes, repeat=2), itertools.product(specs, repeat=2)
+    ):
+        if end.partial:
+            continue
+        if a == b:
+            steps = redistribute(shape, 4, a, start, end, communication.price)
+            assert steps == redistribute(shape, 4, a, start, end, price)
+        source, target = DistAttr(a, start), DistAttr(b, end)
+        assert transfer(shape, 4, source, target, communication.price) == transfer(
+            shape, 4, source, target, price
+        )
+        cost = transfer_cost(shape, 4, source, target, communication.price)
+        assert cost == transfer_cost(shape, 4, source, target, price)
