@@ -162,6 +162,19 @@ class ActionTable:
         outside = len(self._time) if self._phase[name] == "after" else -1
         return (self._time.get(action, outside),)
 
+    def orders(self, micro_batches: int) -> list[list[tuple[str, int]]] | None:
+        """The instances of compute tasks of every device, in the order of their actions; None where several
+        of a device are parts of one action."""
+        due: list[dict[int, tuple[str, int]]] = [{} for _ in self._order]
+        for task in filter(waits_for_turn, self._tasks.values()):
+            for micro in range(micro_batches):
+                time = self._time[self._action(task.name, micro)]
+                for device in self._devices[task.name]:
+                    if time in due[device]:
+                        return None
+                    due[device][time] = task.name, micro
+        return [[of_device[time] for time in sorted(of_device)] for of_device in due]
+
     def allows(self, name: str, micro: int) -> bool:
         """Whether the task may start: all its devices have started the compute tasks of earlier actions."""
         task = self._tasks[name]

@@ -6,10 +6,10 @@ runs follow one rule. A device here is a group of ranks that run the same tasks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 from distgraph.plan.pipeline_schedules import SchedulePolicy
-from distgraph.runtime.schedule.action_table import ActionTable
+from distgraph.runtime.schedule.action_table import ActionTable, waits_for_turn
 from distgraph.runtime.schedule.task import TaskGraph, phases, topological_order
 
 Key = tuple[int, ...]
@@ -35,7 +35,7 @@ class RequestOrder:
     def __init__(
         self, graph: TaskGraph, policy: SchedulePolicy, devices: Mapping[str, Sequence[int]], *, ruled: bool
     ) -> None:
-        self._policy, self._devices = policy, devices
+        self._graph, self._policy, self._devices = graph, policy, devices
         self.phase = phases(graph)
         self.depth = {name: -index for index, name in enumerate(topological_order(graph))}
         self._requests = 0
@@ -59,6 +59,51 @@ class RequestOrder:
             key = self._table.priority(name, micro)
         self._requests += 1
         return (*key, self.depth[name])
+
+    def forced(self) -> list[list[tuple[str, int]]] | None:
+        """The order of the task instances of every device where a table leaves no choice and every task takes
+        one clock; else None.
+
+        It leaves none where every other task runs once, and either goes first (`_goes_first`) or needs what
+        its devices run last.
+        """
+        others = [task for task in self._graph.tasks if not waits_for_turn(task)]
+        if self._table is None or any(task.per_micro for task in others):
+            return None
+        orders = self._table.orders(self._graph.micro_batches)
+        if orders is None or not all(orders):
+            return None
+        sources: dict[str, set[str]] = {task.name: set() for task in self._graph.tasks}
+        for edge in self._graph.edges:
+            sources[edge.target].add(edge.source)
+        heads: list[list[str]] = [[] for _ in orders]
+        tails = [[order[-1][0]] for order in orders]
+        for task in sorted(others, key=lambda task: -self.depth[task.name]):
+            for device in self._devices[task.name]:
+                if self._goes_first(task.name, orders[device][0][0], sources):
+                    heads[device].insert(0, task.name)  # of several the one further down
+                elif tails[device][-1] in sources[task.name]:
+                    tails[device].append(task.name)
+                else:
+                    return None
+        several = {name for names in heads if len(names) > 1 for name in names}
+        if any(sources[name] or self.phase[name] == "after" for name in several):
+            return None  # which of them goes first depends on the time
+        return [
+            [*((name, 0) for name in first), *order, *((name, 0) for name in last[1:])]
+            for first, order, last in zip(heads, orders, tails, strict=True)
+        ]
+
+    def _goes_first(self, name: str, action: str, sources: Mapping[str, Set[str]]) -> bool:
+        """Whether a task goes before the task of the first action of its device.
+
+        That needs it; or it waits for nothing, and either has precedence, or the other waits for
+        micro-batches, so that the device is free in the first clock.
+        """
+        if name in sources[action]:
+            return True
+        waits = any(self.phase[source] in ("forward", "backward") for source in sources[action])
+        return not sources[name] and (self.phase[name] == "before" or waits)
 
     def _is_held(self, name: str) -> bool:
         """Whether a request waits for forward tasks of its devices without reserving them."""

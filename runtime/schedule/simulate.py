@@ -5,7 +5,8 @@
 *Invariant:* a rank runs one task at a time; a task runs on all its ranks at once; nothing is preempted;
 messages over the same directed link follow one another (see `LinkQueues`).
 
-A policy is simulated by an event queue over the ranks; a recorded order is a longest path (`event_graph.py`).
+A policy is simulated by an event queue over the ranks; a recorded order is a longest path (`event_graph.py`),
+and so is an order that a table forces where every task takes one clock (`RequestOrder.forced`).
 A table of actions says nothing of two stages that share ranks, nor of recomputation; see `table_order.py`.
 Ranks that always run the same tasks are one resource here, which is exact and makes the cost independent of
 the size of a mesh. (A process-based simulation library did not fit: a device is not given to the first in a
@@ -129,8 +130,11 @@ def simulate(
     if order is None and chosen.has_table and needs_order(graph):
         order = _table_order(limited, chosen, seconds, ends)
     clock = _SimulatedClock(limited, chosen, seconds, ends, order, delays, occupied)
-    if clock.order is not None:
-        runs = order_times(clock.graph, clock.order, clock.devices, seconds, ends, delays, rings, occupied)
+    recorded: Sequence[Sequence[tuple[str, int]]] | None = clock.order
+    if durations is None and last is None and not delays and not occupied:
+        recorded = recorded or clock.turns.forced()
+    if recorded is not None:
+        runs = order_times(clock.graph, recorded, clock.devices, seconds, ends, delays, rings, occupied)
         if runs is not None:
             return Timeline(clock.graph, runs, clock.columns)
     timeline = clock.run()  # of an order that deadlocks it reports what each rank waits for

@@ -17,6 +17,7 @@ from distgraph.models.megatron_layout import stages
 from distgraph.passes.split_tasks import Parts
 from distgraph.passes.task_splitting.split_backward import split_backward
 from distgraph.runtime.program.build import Build
+from distgraph.runtime.schedule.request_order import RequestOrder
 from distgraph.runtime.schedule.simulate import simulate
 from distgraph.runtime.schedule.task import Edge, Task, TaskGraph, pipeline
 from distgraph.runtime.schedule.task_order import schedule
@@ -282,3 +283,43 @@ def test_a_table_without_weight_tasks_is_refused() -> None:
     more = TaskGraph((*graph.tasks, task), (*graph.edges, Edge("backward.s0", task.name)), 2)
     with pytest.raises(GraphError, match="has no weight of micro-batch 0 on stage 0"):
         simulate(more, policy="interleaved-1f1b")
+
+
+def with_tasks_that_run_once(graph: TaskGraph, rng: np.random.Generator) -> TaskGraph:
+    """The graph with some loads, and tasks behind micro-batches, that read and are read at random."""
+    tasks, edges = list(graph.tasks), list(graph.edges)
+    last = {task.stage: task.name for task in graph.tasks if task.per_micro}
+    for stage in range(graph.stages):
+        ranks = next(task.ranks for task in graph.tasks if task.stage == stage)
+        for kind, read in (("load", "forward.s"), ("sync", "optimize.s")):
+            if rng.random() < 0.6:
+                tasks.append(Task(f"{kind}.s{stage}", kind, stage, ranks, False))
+                to = f"{read}{rng.choice([stage, stage, 0])}"
+                edges.append(Edge(f"{kind}.s{stage}", to if rng.random() < 0.5 else f"optimize.s{stage}"))
+                if kind == "sync" and rng.random() < 0.8:
+                    edges.append(Edge(last[rng.choice([stage, 0])], f"sync.s{stage}"))
+    return TaskGraph(tuple(tasks), tuple(edges), graph.micro_batches)
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("policy", ["zb-h1", "interleaved-1f1b"])
+def test_an_order_that_a_table_forces_is_that_of_the_actors(
+    seed: int, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(seed)
+    p, m = int(rng.integers(1, 5)), int(rng.integers(1, 9))
+    chunks = 1 if policy == "zb-h1" else int(rng.integers(1, 4))
+    graph = pipeline([(2 * s, 2 * s + 1) for s in range(p)], m, chunks=chunks, weight=policy == "zb-h1")
+    graph = with_tasks_that_run_once(graph, rng)
+    forced = simulate(graph, policy=policy)
+    monkeypatch.setattr(RequestOrder, "forced", lambda self: None)
+    simulated = simulate(graph, policy=policy)
+    assert forced.by_column() == simulated.by_column()
+
+
+def test_tables_force_the_order_of_pipelines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distgraph.runtime.schedule.simulate._SimulatedClock.run", lambda self: 1 / 0)
+    simulate(pipeline([(0,), (1,)], 4, weight=True), policy="zb-h1")
+    simulate(pipeline([(0,), (1,)], 4, chunks=2), policy="interleaved-1f1b")
+    with pytest.raises(ZeroDivisionError):
+        simulate(pipeline([(0,), (1,)], 4), policy="1f1b")
