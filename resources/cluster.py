@@ -17,8 +17,6 @@ from importlib import import_module
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 
-from pydantic import AfterValidator, Field, model_validator
-
 import distgraph.ops  # noqa: F401 - declares the kinds of ops
 from distgraph.errors import ResourceError
 from distgraph.errors.arguments import check_argument, checked_arguments, is_integer, shown
@@ -27,7 +25,7 @@ from distgraph.ir.op_registry import REGISTRY
 from distgraph.plan.forecast_errors import ForecastErrors
 from distgraph.resources.host_times import HostTimes
 from distgraph.resources.units import Bandwidth, Origin, Seconds, Size, Work
-from distgraph.serialization.documents import documented
+from distgraph.serialization.fields import AfterValidator, Limits, documented
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -38,11 +36,11 @@ MOST_DEVICES: Final = 1 << 16
 MOST_DIMS: Final = 8
 """Limit on the dimensions of a torus: TPUs have 3, Fugaku has 6."""
 
-Count = Annotated[int, Field(gt=0, le=MOST_DEVICES, strict=True)]
-Fraction = Annotated[float, Field(ge=1e-6, le=1, strict=True)]
-Error = Annotated[float, Field(ge=0, le=1e6, strict=True)]
-Half = Annotated[float, Field(ge=0, le=1e12, strict=True)]
-Exponent = Annotated[float, Field(ge=0.5, le=8, strict=True)]
+Count = Annotated[int, Limits(gt=0, le=MOST_DEVICES, strict=True)]
+Fraction = Annotated[float, Limits(ge=1e-6, le=1, strict=True)]
+Error = Annotated[float, Limits(ge=0, le=1e6, strict=True)]
+Half = Annotated[float, Limits(ge=0, le=1e12, strict=True)]
+Exponent = Annotated[float, Limits(ge=0.5, le=8, strict=True)]
 RATED_DTYPES: Final = ("f64", "f32", "tf32", "f16", "bf16", "f8", "i8")
 """Dtypes for which a device may state a compute rate. tf32 is the rate of f32 operands on tensor cores, but
 products of f32 tensors are priced by the rate of f32."""
@@ -93,7 +91,7 @@ class MatmulRate:
     """
 
     efficiency: Fraction
-    half: Annotated[tuple[Half, ...], Field(min_length=3, max_length=3)]
+    half: Annotated[tuple[Half, ...], Limits(min_length=3, max_length=3)]
     error: Mapping[str, Error] = field(default_factory=dict, hash=False)
     copied: Seconds | None = None
     exponent: Exponent = 1.0
@@ -115,11 +113,11 @@ class OpTable:
         error: mean relative error of the table against the measurements.
     """
 
-    bytes: Annotated[tuple[Size, ...], Field(min_length=1)] | None = None
-    flops: Annotated[tuple[Work, ...], Field(min_length=1)] | None = None
-    times: Annotated[tuple[Seconds, ...], Field(min_length=1)] | None = None
-    rates: Annotated[tuple[Seconds, ...], Field(min_length=3, max_length=3)] | None = None
-    tile_rates: Annotated[tuple[Seconds, ...], Field(min_length=3, max_length=3)] | None = None
+    bytes: Annotated[tuple[Size, ...], Limits(min_length=1)] | None = None
+    flops: Annotated[tuple[Work, ...], Limits(min_length=1)] | None = None
+    times: Annotated[tuple[Seconds, ...], Limits(min_length=1)] | None = None
+    rates: Annotated[tuple[Seconds, ...], Limits(min_length=3, max_length=3)] | None = None
+    tile_rates: Annotated[tuple[Seconds, ...], Limits(min_length=3, max_length=3)] | None = None
     launch: Seconds | None = None
     error: Error | None = None
 
@@ -133,8 +131,8 @@ class OpTable:
         """Amounts of work."""
         return self.bytes or self.flops or ()
 
-    @model_validator(mode="after")
-    def _matched(self) -> OpTable:
+    def matched(self) -> OpTable:
+        """The table. Raises ValueError: its fields do not belong together."""
         given = [rates for rates in (self.rates, self.tile_rates) if rates is not None]
         if given and (self.times or self.work):
             raise ValueError("either rates or times by an amount of work")
@@ -163,7 +161,8 @@ def _rates_of_patches(ops: Mapping[str, Mapping[str, OpTable]]) -> Mapping[str, 
     return ops
 
 
-OpTables = Annotated[Mapping[OpKind, Mapping[AnyDtype, OpTable]], AfterValidator(_rates_of_patches)]
+_Matched = Annotated[OpTable, AfterValidator(OpTable.matched)]
+OpTables = Annotated[Mapping[OpKind, Mapping[AnyDtype, _Matched]], AfterValidator(_rates_of_patches)]
 
 
 @documented(complete=False)
@@ -191,8 +190,8 @@ class Compute:
     matmul: Mapping[Dtype, MatmulRate] = field(default_factory=dict, hash=False)
     ops: OpTables = field(default_factory=dict, hash=False)
     error: Mapping[str, Error] = field(default_factory=dict, hash=False)
-    slice_block: Annotated[int, Field(gt=0, le=_MOST_ROWS, strict=True)] | None = None
-    cores: Annotated[float, Field(ge=1e-3, le=_MOST_ROWS, strict=True)] | None = None
+    slice_block: Annotated[int, Limits(gt=0, le=_MOST_ROWS, strict=True)] | None = None
+    cores: Annotated[float, Limits(ge=1e-3, le=_MOST_ROWS, strict=True)] | None = None
     bound: bool | None = None
     host: HostTimes = field(default_factory=HostTimes)
 
@@ -305,7 +304,7 @@ class RingRate:
     collective: Literal["all_gather", "reduce_scatter", "broadcast", "reduce", "send"]
     launch: Seconds
     step: Seconds
-    bandwidth: Annotated[tuple[Bandwidth, ...], Field(min_length=1, max_length=MOST_DIMS)]
+    bandwidth: Annotated[tuple[Bandwidth, ...], Limits(min_length=1, max_length=MOST_DIMS)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,21 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from distgraph.errors import ResourceError
 from distgraph.errors.arguments import Count, checked_arguments
 from distgraph.resources.cluster import Cluster, Device, Link, Machine, MeasuredTable, Network, Switch
-from distgraph.resources.schema import InsideEntry, MachineEntry, MeasuredEntry, NetworkEntry, ResourceFile
 from distgraph.resources.topology import TreeLevel, Wire, Wiring, pcie_pairs, star, torus, tree
+
+if TYPE_CHECKING:
+    from distgraph.resources.schema import (
+        InsideEntry,
+        MachineEntry,
+        MeasuredEntry,
+        NetworkEntry,
+        ResourceFile,
+    )
 
 
 def build_cluster(entry: ResourceFile, file: str) -> Cluster:

@@ -16,10 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated
 
-from pydantic import Field
-
 from distgraph.resources.units import Seconds
-from distgraph.serialization.documents import documented
+from distgraph.serialization.fields import Limits, documented
 
 
 @documented(complete=False)
@@ -46,7 +44,7 @@ class HostTimes:
     micro_batch: Seconds | None = None
     step: Seconds | None = None
     message: Seconds | None = None
-    network_busy: Annotated[float, Field(ge=0, le=1, strict=True)] | None = None
+    network_busy: Annotated[float, Limits(ge=0, le=1, strict=True)] | None = None
 
     @property
     def moves_messages(self) -> bool:

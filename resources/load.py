@@ -16,7 +16,6 @@ from distgraph.errors.arguments import Count, check_argument, check_takes, check
 from distgraph.resources.cluster import Cluster
 from distgraph.resources.cluster_builder import build_cluster
 from distgraph.resources.paddle_cluster_json import load_paddle
-from distgraph.resources.schema import check
 from distgraph.serialization.documents import read_text, shown_path
 from distgraph.serialization.yaml_reader import MOST_BYTES, parse_yaml
 
@@ -142,6 +141,8 @@ def parse_cluster(text: str, file: str) -> Cluster:
     Raises:
         ResourceError: as `load_cluster`.
     """
+    from distgraph.resources.schema import check  # noqa: PLC0415 (loads pydantic)
+
     return build_cluster(check(parse_yaml(text, file), file), file)
 
 

@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
-
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field
 
 from distgraph.errors import ResourceError
 from distgraph.resources.cluster import MOST_DEVICES, Cluster, Device, Link, Machine, Network, Switch
 from distgraph.resources.units import LEAST, MOST
-from distgraph.serialization.documents import read_json, refuse, validate
+from distgraph.serialization.documents import read_json, refuse
+from distgraph.serialization.fields import BeforeValidator, Limits
 
 _FORWARDERS = {"CPU", "NIC", "SWITCH", "UNKNOWN"}
 
@@ -48,11 +48,8 @@ Number = Annotated[float, BeforeValidator(_number)]
 Id = Annotated[int, BeforeValidator(_whole)]
 
 
-class _Entry(BaseModel):
-    model_config = ConfigDict(extra="ignore", frozen=True, defer_build=True)
-
-
-class _PaddleDevice(_Entry):
+@dataclass(frozen=True)
+class _PaddleDevice:
     global_id: Id
     type: Literal["GPU", "XPU", "DCU", "NPU", "CPU", "NIC", "SWITCH", "UNKNOWN"]
     model: str | None = None
@@ -62,7 +59,8 @@ class _PaddleDevice(_Entry):
     hp_gflops: Number = 0.0
 
 
-class _PaddleLink(_Entry):
+@dataclass(frozen=True)
+class _PaddleLink:
     source_global_id: Id
     target_global_id: Id
     type: str = "UNKNOWN"
@@ -70,14 +68,16 @@ class _PaddleLink(_Entry):
     latency: Number = 0.0
 
 
-class _PaddleMachine(_Entry):
+@dataclass(frozen=True, kw_only=True)
+class _PaddleMachine:
     hostname: str | None = None
-    devices: Annotated[list[_PaddleDevice], FailFast()]
-    links: Annotated[list[_PaddleLink], FailFast()] = Field(default_factory=list)
+    devices: Annotated[list[_PaddleDevice], Limits(fail_fast=True)]
+    links: Annotated[list[_PaddleLink], Limits(fail_fast=True)] = field(default_factory=list)
 
 
-class _PaddleFile(_Entry):
-    machines: Annotated[list[_PaddleMachine], Field(min_length=1), FailFast()]
+@dataclass(frozen=True)
+class _PaddleFile:
+    machines: Annotated[list[_PaddleMachine], Limits(min_length=1, fail_fast=True)]
 
 
 def load_paddle(path: str | os.PathLike[str]) -> Cluster:
@@ -89,6 +89,8 @@ def load_paddle(path: str | os.PathLike[str]) -> Cluster:
     Raises:
         ResourceError: the file is missing or malformed; names the path in the document.
     """
+    from distgraph.serialization.models import validate  # noqa: PLC0415 (loads pydantic)
+
     file = os.fspath(path)
     document = validate(_PaddleFile, read_json(file, ResourceError), file, ResourceError)
     count = sum(len(machine.devices) for machine in document.machines)

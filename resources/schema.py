@@ -15,12 +15,14 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, model_validator
 
 from distgraph.errors import ResourceError
+from distgraph.plan.device_types import DEVICE_TYPES
 from distgraph.plan.forecast_errors import ForecastErrors
 from distgraph.resources.cluster import MOST_DEVICES, MOST_DIMS, Compute, Count, Dtype, RingRate, one_of
 from distgraph.resources.collective_algorithms import priced_kinds
 from distgraph.resources.topology import TreeLevel
 from distgraph.resources.units import Bandwidth, ComputeRate, Origin, Seconds, Size
-from distgraph.serialization.documents import Entry, read_text, refuse, validate
+from distgraph.serialization.documents import read_text, refuse
+from distgraph.serialization.models import Entry, validate
 from distgraph.serialization.yaml_reader import parse_yaml
 
 MOST_LEVELS: Final = 16
@@ -35,21 +37,6 @@ def _collective(name: str) -> str:
     if name not in priced_kinds():
         raise ValueError(one_of(priced_kinds()))
     return name
-
-
-DEVICE_TYPES = ["gpu", "xpu", "cpu", "tpu", "npu"]
-"""Types of devices that a resource file may name; `register_device_type` adds to them."""
-
-
-def register_device_type(name: str) -> None:
-    """Declare a type of device for resource files.
-
-    Raises:
-        ResourceError: there is one of this name.
-    """
-    if name in DEVICE_TYPES:
-        raise ResourceError(f"device type {name} is declared twice; choose another name")
-    DEVICE_TYPES.append(name)
 
 
 def _device_type(name: str) -> str:

@@ -12,11 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
-from pydantic import Field
-
 from distgraph.resources.cluster import Count, Link
 from distgraph.resources.units import Seconds
-from distgraph.serialization.documents import documented
+from distgraph.serialization.fields import Limits, documented
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +38,7 @@ class TreeLevel:
     """A level of switches with `children` nodes each and an uplink of their sum / oversubscription."""
 
     children: Count
-    oversubscription: Annotated[float, Field(ge=1e-6, le=1e6, strict=True)] = 1.0
+    oversubscription: Annotated[float, Limits(ge=1e-6, le=1e6, strict=True)] = 1.0
     latency: Seconds | None = None
 
 

@@ -13,9 +13,7 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Annotated, Any, Final
 
-from pydantic import BeforeValidator
-
-from distgraph.serialization.documents import documented_as_text
+from distgraph.serialization.fields import BeforeValidator, documented_as_text
 
 _QUANTITY = re.compile(
     r"\s*(?P<number>[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?)\s*(?P<unit>[A-Za-z]+\s*(/\s*[A-Za-z]+\s*)?)"

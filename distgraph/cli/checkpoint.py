@@ -13,7 +13,7 @@ from distgraph.ir.dtypes import itemsize
 from distgraph.resources.units import format_bytes
 from distgraph.runtime.execute.checkpoint.convert import convert as convert_checkpoint
 from distgraph.runtime.execute.checkpoint.folder import check_path
-from distgraph.runtime.execute.checkpoint.index import TensorEntry
+from distgraph.runtime.execute.checkpoint.index_schema import TensorEntry
 from distgraph.runtime.execute.checkpoint.resharding import Checkpoint
 from distgraph.runtime.execute.checkpoint.retention import CheckpointFolder, by_run, delete, find, select
 from distgraph.serialization.documents import shown_path

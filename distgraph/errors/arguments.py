@@ -11,6 +11,7 @@ import functools
 import inspect
 import math
 import os
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -149,7 +150,8 @@ def array_of(subject: str, value: Any, error: type[DistGraphError] = GraphError)
 
 def check_unmasked(subject: str, value: object, error: type[DistGraphError] = GraphError) -> None:
     """Raise an error where a value is an array of NumPy with a mask, whose masked elements would be used."""
-    if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
+    masked = sys.modules.get("numpy.ma")  # without it there is no such array
+    if masked is not None and isinstance(value, masked.MaskedArray) and masked.is_masked(value):
         raise error(f"{subject} is a masked array but masks are not kept; fill it, such as x.filled(0)")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from distgraph.serialization.documents import documented
+from distgraph.serialization.fields import documented
 
 
 @documented(complete=False)

@@ -8,6 +8,20 @@ from distgraph.errors import ResourceError
 from distgraph.plan.placement import PlacedRanks
 from distgraph.plan.strategy import DEVICES
 
+DEVICE_TYPES = ["gpu", "xpu", "cpu", "tpu", "npu"]
+"""Types of devices that a resource file may name; `register_device_type` adds to them."""
+
+
+def register_device_type(name: str) -> None:
+    """Declare a type of device for resource files.
+
+    Raises:
+        ResourceError: there is one of this name.
+    """
+    if name in DEVICE_TYPES:
+        raise ResourceError(f"device type {name} is declared twice; choose another name")
+    DEVICE_TYPES.append(name)
+
 
 def device_types(
     size: int,

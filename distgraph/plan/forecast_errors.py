@@ -25,9 +25,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Final
 
-from pydantic import Field
-
-from distgraph.serialization.documents import documented
+from distgraph.serialization.fields import Limits, documented
 
 KINDS: Final = ("computation", "inside", "between", "host")
 """What the seconds of a step go to: computation, communication inside a machine and between machines, waiting
@@ -36,8 +34,8 @@ CONFIDENCE: Final = 0.8
 """Probability that an interval holds the measured value."""
 WIDTH: Final = 1.2815515655446004
 """Half the width of the interval of a normal distribution with this probability, in standard deviations."""
-Deviation = Annotated[float, Field(ge=0, le=10, strict=True)]
-Text = Annotated[str, Field(min_length=1, max_length=400)]
+Deviation = Annotated[float, Limits(ge=0, le=10, strict=True)]
+Text = Annotated[str, Limits(min_length=1, max_length=400)]
 
 
 @documented(complete=False)
@@ -63,8 +61,8 @@ class ForecastErrors:
     own: Deviation = 0.0
     memory: Deviation = 0.0
     runtime: str = ""
-    runs: Annotated[int, Field(ge=0, le=10**6, strict=True)] = 0
-    coverage: Annotated[float, Field(ge=0, le=1, strict=True)] | None = None
+    runs: Annotated[int, Limits(ge=0, le=10**6, strict=True)] = 0
+    coverage: Annotated[float, Limits(ge=0, le=1, strict=True)] | None = None
     about: Text | None = None
 
     def step(self, shares: Mapping[str, float]) -> float:

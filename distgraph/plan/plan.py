@@ -28,6 +28,8 @@ from distgraph.plan.decisions import Decisions
 from distgraph.plan.export.module_interface import Surface
 from distgraph.plan.placement import PlacedRanks
 from distgraph.plan.plan_components import (
+    DECIDED,
+    VERSION,
     Computed,
     Decision,
     Estimate,
@@ -38,10 +40,10 @@ from distgraph.plan.plan_components import (
     SearchRecord,
     Stage,
     Stored,
+    document,
 )
 from distgraph.plan.plan_diff import changed
 from distgraph.plan.report import CHANGED, Comparison, compared, decision_lines, shown, stage_cells
-from distgraph.plan.schema import DECIDED, VERSION, document, read_fields
 from distgraph.serialization.atomic_files import write_atomically
 from distgraph.serialization.documents import dumps, parse_json, read_json
 
@@ -153,12 +155,16 @@ class Plan(Decisions):
         Raises:
             GraphError: it cannot be read, is no plan, of another version, or malformed; names file and path.
         """
+        from distgraph.plan.schema import read_fields  # noqa: PLC0415 (loads pydantic)
+
         return cls(**read_fields(read_json(path, GraphError), str(path)))
 
     @classmethod
     @checked_arguments()
     def parse(cls, text: str) -> Plan:
         """Inverse of `text`. Raises GraphError: as `load`."""
+        from distgraph.plan.schema import read_fields  # noqa: PLC0415 (loads pydantic)
+
         return cls(**read_fields(parse_json(text, "plan", GraphError), "plan"))
 
     def text(self) -> str:

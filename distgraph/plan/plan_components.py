@@ -1,6 +1,6 @@
 """The components of a plan: program, stages, layers, stored tensors, computed ops, decisions, the search.
 
-Each component knows its form in a plan file (docs/planning/plan.md).
+Each component knows its form in a plan file (docs/planning/plan.md); `document` is the whole of the file.
 """
 
 from __future__ import annotations
@@ -8,16 +8,28 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated
-
-from pydantic import Field, PlainValidator
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from distgraph.ir.index_rule import OpLayout
 from distgraph.ir.matmul_algorithm import MatmulAlgorithm
 from distgraph.ir.mesh import ProcessMesh, is_axis_name
+from distgraph.ir.range_notation import fold, spans
 from distgraph.ir.sharding_spec import ShardSpec
+from distgraph.plan.decisions import Decisions
 from distgraph.plan.forecast_errors import ForecastErrors, Uncertain
-from distgraph.serialization.documents import Count, Number, Seconds, documented, documented_as_text
+from distgraph.serialization.documents import Record, plain
+from distgraph.serialization.fields import (
+    Count,
+    Limits,
+    Number,
+    PlainValidator,
+    Seconds,
+    documented,
+    documented_as_text,
+)
+
+if TYPE_CHECKING:
+    from distgraph.plan.plan import Plan
 
 KINDS = ("input", "param", "state")
 _STAGE = re.compile(r"(?P<spec>\[[^@]*) @(?P<stage>[0-9]{1,9})")
@@ -229,7 +241,7 @@ class Rest:
         return cls(split_names(decomposed), parse_placed(placed), computed)
 
 
-Shares = Mapping[str, Annotated[float, Field(ge=0, le=1)]]
+Shares = Mapping[str, Annotated[float, Limits(ge=0, le=1)]]
 """Kind of error -> part of a step, see `forecast_errors`."""
 
 
@@ -395,3 +407,70 @@ def parse_axes(text: str) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
         if len(given) > 1:
             weights[axis] = given
     return sizes, weights
+
+
+FORMAT: Final = "distgraph plan"
+VERSION: Final = 1
+FIELDS: Final = (
+    "format", "version", "program", "cluster", "batch", "micro_batches", "schedule", "stages", "placement",
+    "recompute", "zero", "forecast", "baselines", "search", "decisions", "layers", "tensors", "ops", "rest",
+    "surface",
+)  # fmt: skip
+"""The fields of a file, in order."""
+DECIDED: Final = frozenset({"batch", "stages", "layers", "tensors", "ops", "rest", *Decisions().decided()})
+"""The fields of a file that make the program."""
+
+
+def document(plan: Plan) -> dict[str, Any]:
+    """The file of a plan as plain data, in the order of `FIELDS`; inverse of `schema.read_fields`."""
+    groups: dict[LayerOps, list[int]] = {}
+    for number, ops in enumerate(plan.ops):
+        groups.setdefault(ops, []).append(number)
+    forecast, surface = plain(plan.forecast), plan.surface
+    if forecast is not None:
+        for name in ("plan", "shares", "errors", "beside"):
+            if not forecast[name]:
+                del forecast[name]
+            elif name != "plan":
+                forecast[name] = Record(forecast[name])
+    search = plain(plan.search)
+    for name in ("front", "measured"):
+        if not search[name]:
+            del search[name]
+    written = {
+        "format": FORMAT,
+        "version": VERSION,
+        "stages": [
+            Record(
+                layers=spans(range(stage.first, stage.last)),
+                mesh=stage.mesh.described,
+                ranks=spans(stage.mesh.members),
+                devices=spans(stage.devices),
+            )
+            for stage in plan.stages
+        ],
+        "placement": [
+            Record(plain(part) | {"ranks": spans(part.ranks), "devices": spans(part.devices)})
+            for part in plan.placement
+        ],
+        "recompute": spans(plan.recompute),
+        "forecast": forecast,
+        "search": search,
+        "decisions": {
+            name: plain(each) | {"terms": Record(each.terms)} for name, each in plan.decisions.items()
+        },
+        "tensors": {
+            kind: fold({name: str(stored) for name, stored in plan.tensors.items() if stored.kind == kind})
+            for kind in KINDS
+        },
+        "ops": [{"layers": spans(numbers), **_moved(ops), "ops": ops.ops} for ops, numbers in groups.items()],
+        "rest": {**_moved(plan.rest), "ops": dict(plan.rest.ops)},
+        "surface": surface and {"tensors": fold(surface.tensors), "modules": fold(surface.modules)},
+    }
+    absent = {name for name in ("placement", "zero") if not getattr(plan, name)}
+    names = [name for name in FIELDS if name not in absent]
+    return {name: plain(written.get(name, getattr(plan, name, None))) for name in names}
+
+
+def _moved(ops: LayerOps | Rest) -> dict[str, str]:
+    return {"decomposed": ", ".join(ops.decomposed), "placed": placed_text(ops.placed)}

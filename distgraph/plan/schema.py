@@ -17,13 +17,14 @@ from pydantic import BeforeValidator, Field, PlainValidator
 
 from distgraph.errors import GraphError, ShardingError
 from distgraph.ir.mesh import ProcessMesh
-from distgraph.ir.range_notation import MOST_NAMES, fold, parse_spans, spans, unfold
-from distgraph.plan.decisions import Decisions
+from distgraph.ir.range_notation import MOST_NAMES, parse_spans, spans, unfold
 from distgraph.plan.export.module_interface import Part, Read, Surface, in_order
 from distgraph.plan.pipeline_schedules import schedule_names
 from distgraph.plan.placement import PlacedRanks
 from distgraph.plan.plan_components import (
+    FORMAT,
     KINDS,
+    VERSION,
     Computed,
     Decision,
     Estimate,
@@ -39,23 +40,13 @@ from distgraph.plan.plan_components import (
     placed_text,
     split_names,
 )
-from distgraph.serialization.documents import (
-    Entry,
-    Record,
-    Some,
-    Step,
-    parsed,
-    plain,
-    refuse,
-    shown,
-    validate,
-)
+from distgraph.serialization.documents import Step, refuse, shown
+from distgraph.serialization.fields import Some, parsed
+from distgraph.serialization.models import Entry, validate
 
 if TYPE_CHECKING:
-    from distgraph.plan.plan import Plan
+    pass
 
-FORMAT: Final = "distgraph plan"
-VERSION: Final = 1
 MOST_RANKS: Final = 1 << 20
 """Of all stages together: a cluster has at most 65,536 devices, and a rank may be in several stages."""
 _SEE: Final = "docs/planning/plan.md"
@@ -159,65 +150,6 @@ class PlanFile(Entry):
     ops: list[OpsEntry]
     rest: RestEntry
     surface: Surface | None
-
-
-DECIDED: Final = frozenset({"batch", "stages", "layers", "tensors", "ops", "rest", *Decisions().decided()})
-"""The fields of a file that make the program."""
-
-
-def document(plan: Plan) -> dict[str, Any]:
-    """The file of a plan as plain data, in the order of `PlanFile`; inverse of `read_fields`."""
-    groups: dict[LayerOps, list[int]] = {}
-    for number, ops in enumerate(plan.ops):
-        groups.setdefault(ops, []).append(number)
-    forecast, surface = plain(plan.forecast), plan.surface
-    if forecast is not None:
-        for name in ("plan", "shares", "errors", "beside"):
-            if not forecast[name]:
-                del forecast[name]
-            elif name != "plan":
-                forecast[name] = Record(forecast[name])
-    search = plain(plan.search)
-    for name in ("front", "measured"):
-        if not search[name]:
-            del search[name]
-    written = {
-        "format": FORMAT,
-        "version": VERSION,
-        "stages": [
-            Record(
-                layers=spans(range(stage.first, stage.last)),
-                mesh=stage.mesh.described,
-                ranks=spans(stage.mesh.members),
-                devices=spans(stage.devices),
-            )
-            for stage in plan.stages
-        ],
-        "placement": [
-            Record(plain(part) | {"ranks": spans(part.ranks), "devices": spans(part.devices)})
-            for part in plan.placement
-        ],
-        "recompute": spans(plan.recompute),
-        "forecast": forecast,
-        "search": search,
-        "decisions": {
-            name: plain(each) | {"terms": Record(each.terms)} for name, each in plan.decisions.items()
-        },
-        "tensors": {
-            kind: fold({name: str(stored) for name, stored in plan.tensors.items() if stored.kind == kind})
-            for kind in KINDS
-        },
-        "ops": [{"layers": spans(numbers), **_moved(ops), "ops": ops.ops} for ops, numbers in groups.items()],
-        "rest": {**_moved(plan.rest), "ops": dict(plan.rest.ops)},
-        "surface": surface and {"tensors": fold(surface.tensors), "modules": fold(surface.modules)},
-    }
-    absent = {name for name in ("placement", "zero") if not getattr(plan, name)}
-    names = [name for name in PlanFile.model_fields if name not in absent]
-    return {name: plain(written.get(name, getattr(plan, name, None))) for name in names}
-
-
-def _moved(ops: LayerOps | Rest) -> dict[str, str]:
-    return {"decomposed": ", ".join(ops.decomposed), "placed": placed_text(ops.placed)}
 
 
 def read_fields(document: object, file: str) -> dict[str, Any]:

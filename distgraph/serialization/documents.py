@@ -1,8 +1,9 @@
-"""Documents from outside: JSON files read within limits, checked against pydantic models, and written.
+"""Documents from outside: JSON files read within limits, checked against models, and written.
 
 All readers of distgraph use the same functions: `read_json` (or `parse_json`) returns plain data that is
-bounded in size, depth and magnitude, `validate` makes a model of it, and `refuse` reports a mistake that is
-only visible from several parts. All three raise the caller's error, with file and path in the document:
+bounded in size, depth and magnitude, `models.validate` makes a model of it, and `refuse` reports a mistake
+that is only visible from several parts. All three raise the caller's error, with file and path in the
+document:
 
     plan.json: stages[1].mesh: expected a text, got 5
 """
@@ -11,25 +12,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final, NoReturn, TypeVar
-
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    GetCoreSchemaHandler,
-    TypeAdapter,
-    ValidationError,
-    with_config,
-)
-from pydantic_core import CoreSchema, ErrorDetails, core_schema
+from typing import Any, Final, NoReturn
 
 from distgraph.errors import DistGraphError
 
-Parsed = TypeVar("Parsed")
 Step = str | int
 
 MOST_BYTES: Final = 64 << 20
@@ -40,64 +29,7 @@ MOST_DEPTH: Final = 64
 """Of a document, objects and lists inside each other: no format of distgraph has more than 12."""
 MOST_NUMBER: Final = 10**40
 """Magnitude of a number: above every 128-bit integer (seeds), far below the largest float64 (2e308)."""
-_MOST_TOLD: Final = 20  # mistakes of one document that a message lists
 _MOST_SHOWN: Final = 60  # characters of what stands in the file, in a message
-
-
-class Entry(BaseModel):
-    """Base of the models of documents: unknown fields and values of another type are refused.
-
-    The validator of a model is built when the first document is read.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, defer_build=True)
-
-
-def documented(*optional: str, complete: bool = True) -> Callable[[type[Parsed]], type[Parsed]]:
-    """Decorate a dataclass that is an entry of a document as it is; its numbers have to be declared strict.
-
-    Args:
-        optional: fields with a default that documents may leave out.
-        complete: whether the other fields with a default are required in documents.
-    """
-
-    def schema_of(source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
-        schema: Any = handler.resolve_ref_schema(handler(source))
-        while "fields" not in (arguments := schema["schema"]):
-            schema = arguments
-        for field in arguments["fields"] if complete else ():
-            if field["schema"]["type"] == "default" and field["name"] not in optional:
-                field["schema"] = field["schema"]["schema"]
-        return schema  # type: ignore[no-any-return]
-
-    def decorate(cls: type[Parsed]) -> type[Parsed]:
-        setattr(cls, _SCHEMA_METHOD, staticmethod(schema_of))
-        return with_config(ConfigDict(extra="forbid", allow_inf_nan=False))(cls)
-
-    return decorate
-
-
-def documented_as_text(expected: str) -> Callable[[type[Parsed]], type[Parsed]]:
-    """Decorate a class that is a text in documents: `cls.parse` reads it, `str` writes it.
-
-    Args:
-        expected: the form of the text, in words.
-    """
-
-    def decorate(cls: Any) -> Any:
-        validator = core_schema.no_info_plain_validator_function(parsed(cls.parse, expected))
-        setattr(cls, _SCHEMA_METHOD, staticmethod(lambda source, handler: validator))
-        return cls
-
-    return decorate
-
-
-_SCHEMA_METHOD: Final = "__get_pydantic_core_schema__"
-
-Count = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
-Some = Annotated[int, Field(ge=1, lt=2**63, strict=True)]
-Seconds = Annotated[float, Field(gt=0, le=1e18, strict=True)]
-Number = Annotated[float, Field(ge=-1e30, le=1e30, strict=True)]
 
 
 def read_bytes(path: str | Path, error: type[DistGraphError], most: int = MOST_BYTES) -> bytes:
@@ -259,63 +191,6 @@ def _steps(path: Any) -> list[Step]:
     return steps[::-1]
 
 
-def validate(
-    kind: type[Parsed] | TypeAdapter[Parsed],
-    document: object,
-    file: str,
-    error: type[DistGraphError],
-    see: str = "",
-    *,
-    written: object = None,
-) -> Parsed:
-    """The model of plain data.
-
-    Args:
-        kind: a model such as an `Entry`, or an adapter of pydantic. Custom validators raise ValueError with
-            the expected form, such as 'a mesh such as "dp=2"'.
-        document: as `read_json` gives it.
-        file: where it comes from, for messages.
-        error: what is raised.
-        see: page of the documentation on the format, for messages.
-        written: the document of the user, if it was normalised before validation, such as one mapping to a
-            list of one.
-
-    Raises:
-        error: one line for each mistake: file, path in the document, expected and actual value.
-    """
-    try:
-        if isinstance(kind, TypeAdapter):
-            return kind.validate_python(document)
-        assert issubclass(kind, BaseModel)
-        return kind.model_validate(document)
-    except ValidationError as errors:
-        details = _independent(errors.errors(include_url=False))
-        shown_in = document if written is None else written
-        lines = list(dict.fromkeys(_describe(detail, shown_in, file, see) for detail in details[:_MOST_TOLD]))
-        if len(details) > _MOST_TOLD:
-            lines.append(f"{file}: {len(details) - _MOST_TOLD} more mistakes")
-        raise error("\n".join(lines)) from None
-
-
-def parsed(parse: Callable[[str], Parsed], expected: str) -> Callable[[object], Parsed]:
-    """A validator for text fields that `parse` reads.
-
-    Args:
-        parse: raises ValueError or DistGraphError for malformed text.
-        expected: the form, in words.
-    """
-
-    def read(value: object) -> Parsed:
-        if not isinstance(value, str):
-            raise ValueError(expected)
-        try:
-            return parse(value)
-        except (ValueError, DistGraphError) as reason:
-            raise ValueError(expected) from reason
-
-    return read
-
-
 _ABSENT: Final = object()
 
 
@@ -372,75 +247,6 @@ def _short(value: object) -> object:
 
 def _cut(text: str) -> str:
     return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}..."
-
-
-def _independent(details: list[ErrorDetails]) -> list[ErrorDetails]:
-    """The errors that do not follow from others: a list with wrong entries counts as too short."""
-    wrong = {detail["loc"][:-1] for detail in details}
-    return [detail for detail in details if detail["type"] != "too_short" or detail["loc"] not in wrong]
-
-
-def _describe(error: ErrorDetails, document: object, file: str, see: str) -> str:
-    path, value = _path_in(document, error["loc"])
-    subject = f"{file}: {path_text(path)}" if path else file
-    if error["type"] == "missing":
-        return f"{subject}: missing; add the field" + (f", see {see} for its form" if see else "")
-    if error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        return f"{subject}: unknown field; " + (
-            f"check its spelling against {see}" if see else "leave it out"
-        )
-    return f"{subject}: expected {_expectation(error)}, got {shown(value)}"
-
-
-_EXPECTATIONS: Final = {
-    "model_type": "a mapping of fields",
-    "model_attributes_type": "a mapping of fields",
-    "dataclass_type": "a mapping of fields",
-    "dict_type": "a mapping",
-    "list_type": "a list",
-    "tuple_type": "a list",
-    "string_type": "a text",
-    "int_type": "a whole number",
-    "bool_type": "true or false",
-    "float_type": "a number",
-    "finite_number": "a finite number",
-    "greater_than": "a number greater than {gt:g}",
-    "greater_than_equal": "a number from {ge:g} up",
-    "less_than": "a number below {lt:g}",
-    "less_than_equal": "a number up to {le:g}",
-    "too_short": "{min_length} or more entries",
-    "too_long": "at most {max_length} entries",
-    "string_too_short": "a text of at least {min_length} characters",
-    "string_too_long": "a text of at most {max_length} characters",
-    "literal_error": "one of {expected}",
-}
-
-
-def _expectation(error: ErrorDetails) -> str:
-    context: dict[str, Any] = error.get("ctx", {})
-    if error["type"] in _EXPECTATIONS:
-        return _EXPECTATIONS[error["type"]].format(**context)
-    if error["type"] == "value_error":
-        return str(context["error"])
-    return error["msg"]
-
-
-def _path_in(document: object, location: Sequence[Step]) -> tuple[list[Step], object]:
-    """The path and the value in the document of the user for a location that pydantic reports.
-
-    It has no names of alternatives, and no index where the user wrote one mapping for a list of one.
-    """
-    path: list[Step] = []
-    node = document
-    for step in location:
-        if isinstance(step, int) and isinstance(node, list):
-            node = node[step] if step < len(node) else None
-        elif isinstance(step, str) and step != "[key]" and isinstance(node, dict):
-            node = node.get(step)
-        else:
-            continue
-        path.append(step)
-    return path, node
 
 
 class Record(dict[str, Any]):

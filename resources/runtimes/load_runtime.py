@@ -9,11 +9,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from distgraph.errors import ResourceError
 from distgraph.resources.runtimes.runtime_model import RuntimeModel
-from distgraph.serialization.documents import read_text, refuse, shown_path, validate
+from distgraph.serialization.documents import read_text, refuse, shown_path
 from distgraph.serialization.yaml_reader import MOST_BYTES, parse_yaml
 
 _DESCRIPTIVE = ("name", "about", "sources")
@@ -66,8 +64,10 @@ def parse_runtime(text: str, file: str) -> RuntimeModel:
     Raises:
         ResourceError: one line per mistake: file, path in the document, what was expected, what was found.
     """
+    from distgraph.serialization.models import validate  # noqa: PLC0415 (loads pydantic)
+
     document = parse_yaml(text, file)
-    model = validate(TypeAdapter(RuntimeModel), document, file, ResourceError, _DOCUMENTATION)
+    model = validate(RuntimeModel, document, file, ResourceError, _DOCUMENTATION)
     _check_sources(model, document, file)
     return model
 

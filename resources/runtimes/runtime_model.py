@@ -14,21 +14,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
-
 from distgraph.errors import ResourceError
 from distgraph.plan.capabilities import ANY, Capabilities
 from distgraph.resources.cluster import Cluster, Device, Fraction
 from distgraph.resources.host_times import HostTimes
 from distgraph.resources.units import Seconds, Size, format_bytes
-from distgraph.serialization.documents import documented
+from distgraph.serialization.fields import AfterValidator, Limits, documented
 
 Kinds = Literal["published", "implementation", "measured", "fitted", "guess"]
-Share = Annotated[float, Field(ge=0, le=10, strict=True)]
-Count = Annotated[int, Field(ge=0, le=1000, strict=True)]
+Share = Annotated[float, Limits(ge=0, le=10, strict=True)]
+Count = Annotated[int, Limits(ge=0, le=1000, strict=True)]
 Purpose = Literal["activations", "gradients", "parameters"]
 """What a collective is for: values of a micro-batch, the reduction of gradients, or whole parameters."""
-Text = Annotated[str, Field(min_length=1, max_length=400)]
+Text = Annotated[str, Limits(min_length=1, max_length=400)]
 
 
 @documented("held_out")
@@ -132,7 +130,7 @@ class Kernels:
             and further small ops in the forward direction.
     """
 
-    update_bytes: Annotated[float, Field(gt=0, le=1e6, strict=True)] | None = None
+    update_bytes: Annotated[float, Limits(gt=0, le=1e6, strict=True)] | None = None
     scaled_loss: bool = False
     softmax_matrices: Count = 1
     softmax_passes: Count = 0

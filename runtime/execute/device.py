@@ -27,8 +27,8 @@ import numpy as np
 from distgraph.errors import ResourceError, RuntimeFault
 from distgraph.ir.range_notation import spans
 from distgraph.passes.partition import RankProgram
+from distgraph.plan.device_types import DEVICE_TYPES, register_device_type
 from distgraph.plan.strategy import DEVICES
-from distgraph.resources.schema import DEVICE_TYPES, register_device_type
 from distgraph.runtime.execute.cuda_graphs import CudaGraphs
 from distgraph.runtime.program.captured_parts import Captures
 from distgraph.runtime.program.storage import is_started

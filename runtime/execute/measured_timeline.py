@@ -9,23 +9,20 @@ which they ran and do not overlap.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Annotated, Final
-
-from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter
 
 from distgraph.errors import RuntimeFault
 from distgraph.runtime.schedule.task import TaskGraph
 from distgraph.serialization.atomic_files import write_atomically
 from distgraph.serialization.documents import MOST_BYTES as DOCUMENT_BYTES
-from distgraph.serialization.documents import read_json, refuse, validate
+from distgraph.serialization.documents import read_json, refuse
+from distgraph.serialization.fields import BeforeValidator, Limits, known_fields
 
 MOST_BYTES: Final = 4 * DOCUMENT_BYTES
 """Largest size of a file: 5 steps of 1,000 ranks with 500 tasks and messages each."""
-_CONFIG: Final = ConfigDict(extra="forbid", allow_inf_nan=False)
-_Seconds = Annotated[float, Field(strict=True, ge=-1e9, le=1e9)]
-_Count = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
+_Seconds = Annotated[float, Limits(strict=True, ge=-1e9, le=1e9)]
+_Count = Annotated[int, Limits(strict=True, ge=0, lt=2**31)]
 
 
 def _rank(key: object) -> int:
@@ -35,11 +32,10 @@ def _rank(key: object) -> int:
     raise ValueError('ranks such as "0" as keys')
 
 
+@known_fields
 @dataclass(frozen=True)
 class MeasuredRun:
     """One task instance on one rank; times in seconds since the step began."""
-
-    __pydantic_config__ = _CONFIG
 
     task: str
     micro: _Count
@@ -47,6 +43,7 @@ class MeasuredRun:
     end: _Seconds
 
 
+@known_fields
 @dataclass(frozen=True)
 class MeasuredMessage:
     """One collective, send or receive on one rank.
@@ -58,21 +55,18 @@ class MeasuredMessage:
         waited: length of that wait in seconds.
     """
 
-    __pydantic_config__ = _CONFIG
-
     kind: str
     task: str
     micro: _Count
     start: _Seconds
     end: _Seconds
-    waited: Annotated[_Seconds, Field(ge=0)]
+    waited: Annotated[_Seconds, Limits(ge=0)]
 
 
+@known_fields
 @dataclass(frozen=True)
 class MeasuredRank:
     """The task instances and messages of one rank in a step."""
-
-    __pydantic_config__ = _CONFIG
 
     runs: tuple[MeasuredRun, ...]
     messages: tuple[MeasuredMessage, ...]
@@ -86,11 +80,10 @@ class MeasuredRank:
         return seconds
 
 
+@known_fields
 @dataclass(frozen=True)
 class MeasuredStep:
     """One step, numbered from 1, on all ranks."""
-
-    __pydantic_config__ = _CONFIG
 
     number: _Count
     ranks: dict[Annotated[int, BeforeValidator(_rank)], MeasuredRank]
@@ -103,14 +96,13 @@ class MeasuredStep:
         return max((*runs, *messages), default=0.0)
 
 
+@known_fields
 @dataclass(frozen=True)
 class MeasuredTimeline:
     """Some steps of one program; `tasks` has the kind of every task by its name."""
 
-    __pydantic_config__ = _CONFIG
-
     tasks: dict[str, str]
-    micro_batches: Annotated[_Count, Field(ge=1)]
+    micro_batches: Annotated[_Count, Limits(ge=1)]
     steps: tuple[MeasuredStep, ...]
 
     @property
@@ -120,7 +112,9 @@ class MeasuredTimeline:
 
     def write(self, path: str | Path) -> None:
         """Write the file. Raises RuntimeFault where it cannot be written."""
-        write_atomically(path, _file_format().dump_json(self), RuntimeFault, durable=False)
+        from distgraph.serialization.models import adapter  # noqa: PLC0415 (loads pydantic)
+
+        write_atomically(path, adapter(MeasuredTimeline).dump_json(self), RuntimeFault, durable=False)
 
     @staticmethod
     def read(path: str | Path) -> MeasuredTimeline:
@@ -129,8 +123,12 @@ class MeasuredTimeline:
         Raises:
             RuntimeFault: the file does not exist, is no measured timeline, or holds no step.
         """
+        from distgraph.serialization.models import validate  # noqa: PLC0415 (loads pydantic)
+
         document = read_json(path, RuntimeFault, MOST_BYTES)
-        timeline = validate(_file_format(), document, str(path), RuntimeFault, "distgraph.callbacks.Timeline")
+        timeline = validate(
+            MeasuredTimeline, document, str(path), RuntimeFault, "distgraph.callbacks.Timeline"
+        )
         if not timeline.steps:
             raise RuntimeFault(f"timeline {path} has no step; record at least one")
         for number, step in enumerate(timeline.steps):
@@ -166,9 +164,3 @@ class MeasuredTimeline:
 
 def _listed(fact: object) -> str:
     return ", ".join(map(str, fact)) if isinstance(fact, list) else str(fact)
-
-
-@cache
-def _file_format() -> TypeAdapter[MeasuredTimeline]:
-    """Of the file of a timeline; made when one is written or read."""
-    return TypeAdapter(MeasuredTimeline)

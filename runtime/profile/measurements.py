@@ -21,7 +21,8 @@ from distgraph.errors import ResourceError
 from distgraph.resources.cluster import MOST_DEVICES, AnyDtype
 from distgraph.resources.schema import Collective
 from distgraph.runtime.profile.processor_use import OtherUse
-from distgraph.serialization.documents import Entry, read_json, refuse, validate
+from distgraph.serialization.documents import read_json, refuse
+from distgraph.serialization.models import Entry, validate
 
 Amount = Annotated[float, Field(ge=0, le=1e24)]
 Seconds = Annotated[float, Field(ge=0, le=1e6)]

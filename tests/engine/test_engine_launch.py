@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -74,3 +76,13 @@ def test_too_few_ranks(tmp_path: Path) -> None:
         "mesh(dp=3) needs 3 ranks but the MPI job has 2; start it with distgraph run -n 3" in err.getvalue()
     )
     assert "Traceback" not in err.getvalue()
+
+
+def test_a_program_that_trains_loads_nothing_that_it_does_not_use(tmp_path: Path) -> None:
+    """Every rank loads its modules anew: what only searches, files or commands need would delay its start."""
+    script = tmp_path / "script.py"
+    others = "pydantic yaml lark scipy networkx cvxpy pyscipopt numba rich typer mpi4py numpy.ma"
+    program = SCRIPT.format(trouble="pass").replace("RANK = current_transport().rank", "")
+    script.write_text(f"{program}\nimport sys\nprint(sorted({{*{others.split()}}} & {{*sys.modules}}))")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.splitlines() == ["steps 8 ranks (0, 1)", "[]"]

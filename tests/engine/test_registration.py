@@ -25,6 +25,7 @@ from distgraph.ir.collective_registry import (
 )
 from distgraph.ir.op_registry import REGISTRY, GradientContext, define
 from distgraph.ir.sharding_spec import ShardSpec
+from distgraph.plan.device_types import DEVICE_TYPES
 from distgraph.plan.strategy import DEVICES
 from distgraph.resources import (
     CollectiveCost,
@@ -35,7 +36,6 @@ from distgraph.resources import (
     wire_bytes,
 )
 from distgraph.resources.collective_algorithms import Stage, register_algorithms
-from distgraph.resources.schema import DEVICE_TYPES
 from distgraph.runtime.execute import device, process_group
 from distgraph.runtime.execute.device import Host, register_device
 from distgraph.runtime.execute.process_group import InProcessWorld, register_transport

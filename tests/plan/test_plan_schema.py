@@ -14,6 +14,7 @@ import distgraph as dg
 from distgraph.errors import GraphError, ShardingError
 from distgraph.ir.range_notation import fold, parse_spans, spans, unfold
 from distgraph.ir.sharding_spec import ShardSpec
+from distgraph.plan import plan_components, schema
 from distgraph.plan.plan import (
     Computed,
     LayerOps,
@@ -106,6 +107,10 @@ def test_one_changed_layout_is_one_changed_line() -> None:
     assert [(a, b) for a, b in zip(before, after, strict=True) if a != b] == [
         ('   "x": "[dp, _] @0"', '   "x": "[_, _] @0"')
     ]
+
+
+def test_a_plan_is_written_with_the_fields_that_are_read() -> None:
+    assert tuple(schema.PlanFile.model_fields) == plan_components.FIELDS
 
 
 def test_a_plan_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:

@@ -13,15 +13,9 @@ from pydantic import BeforeValidator, Field
 from distgraph.errors import GraphError, ResourceError
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.serialization import documents
-from distgraph.serialization.documents import (
-    Entry,
-    check_data,
-    parse_json,
-    parsed,
-    read_json,
-    refuse,
-    validate,
-)
+from distgraph.serialization.documents import check_data, parse_json, read_json, refuse
+from distgraph.serialization.fields import parsed
+from distgraph.serialization.models import Entry, validate
 
 
 class Leaf(Entry):

@@ -56,7 +56,7 @@ def contents_of(engine: Engine, session: Session, loaded: Loaded | None) -> Cont
 
 
 def training_of(engine: Engine) -> dict[str, Any]:
-    """Where the training of an engine stands, as `index.Training` stores it."""
+    """Where the training of an engine stands, as `index_schema.Training` stores it."""
     history, scale, means = engine.history, engine._nonfinite.scale, engine._means.copy()
     return {
         "run": engine._run,

@@ -17,7 +17,7 @@ from distgraph.ir.graph import Graph, Op
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.op_registry import operand_layout, result_layout
 from distgraph.ir.sharding_spec import ShardSpec
-from distgraph.serialization.documents import documented, documented_as_text
+from distgraph.serialization.fields import documented, documented_as_text
 
 Parsed = TypeVar("Parsed")
 

@@ -37,8 +37,10 @@ from distgraph.errors import GraphError, RuntimeFault
 from distgraph.passes.search.solver import solve
 from distgraph.passes.search.solver.problem import Problem, Solution, gap_of
 from distgraph.serialization.atomic_files import write_atomically
-from distgraph.serialization.documents import Entry as FileEntry
-from distgraph.serialization.documents import Record, dumps, parsed, read_json, validate
+from distgraph.serialization.documents import Record, dumps, read_json
+from distgraph.serialization.fields import parsed
+from distgraph.serialization.models import Entry as FileEntry
+from distgraph.serialization.models import validate
 
 VARIABLE = "DISTGRAPH_CACHE"
 SOLVER = 4

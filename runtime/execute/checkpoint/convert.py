@@ -25,13 +25,15 @@ from distgraph.ir.dtypes import NAMES
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import DistAttr, ShardSpec
 from distgraph.runtime.execute.checkpoint import files
-from distgraph.runtime.execute.checkpoint.index import TensorEntry, Training, plain
+from distgraph.runtime.execute.checkpoint.index import plain
+from distgraph.runtime.execute.checkpoint.index_schema import TensorEntry, Training
 from distgraph.runtime.execute.checkpoint.resharding import Checkpoint
 from distgraph.runtime.execute.checkpoint.shards import write_blocks
 from distgraph.runtime.execute.checkpoint.writing import SavedTensor, write_checkpoint
 from distgraph.runtime.execute.process_group import InProcessWorld
 from distgraph.serialization.atomic_files import check_writable
-from distgraph.serialization.documents import parse_json, validate
+from distgraph.serialization.documents import parse_json
+from distgraph.serialization.models import validate
 
 _TRAINING: Final = "distgraph training"
 _KINDS: Final = "distgraph kinds"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,8 @@ from xxhash import xxh3_64_hexdigest
 
 PAGE: Final = 1 << 22
 """Bytes under one checksum: a part of a tensor is verified without reading all of it."""
+SHARD: Final = re.compile(r"step-\d{8,20}-[0-9a-f]{8,16}\.rank-\d{5,10}\.safetensors", re.ASCII)
+"""Names of the files with blocks; other files in the folder of a checkpoint are never changed."""
 _NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _OLD: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _NO_FOLDER_FLUSH: Final = (errno.EINVAL, errno.ENOTSUP)  # errors of file systems on which names need no flush

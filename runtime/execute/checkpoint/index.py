@@ -1,8 +1,8 @@
-"""The index of a checkpoint: its schema, its text, and the checks of its content.
+"""The index of a checkpoint: its text, and the checks of its content.
 
-In: the text of `index.json`. Out: an `Index`, in which the blocks of every tensor tile it, every block is in
-one of the files of the folder, and the files hold nothing but blocks. So reading any index needs no more
-memory than its text and the files that it names.
+In: the text of `index.json`. Out: an `index_schema.Index`, in which the blocks of every tensor tile it, every
+block is in one of the files of the folder, and the files hold nothing but blocks. So reading any index needs
+no more memory than its text and the files that it names.
 """
 
 from __future__ import annotations
@@ -10,127 +10,32 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-from pydantic import AfterValidator, BeforeValidator, Field
 from xxhash import xxh3_128_hexdigest
 
 from distgraph.errors import RuntimeFault
-from distgraph.ir.dtypes import NAMES, itemsize
+from distgraph.ir.dtypes import itemsize
 from distgraph.runtime.execute.checkpoint import files
+from distgraph.runtime.execute.checkpoint.files import SHARD
 from distgraph.runtime.execute.checkpoint.lock import LOCK, living_holder
-from distgraph.serialization.documents import Entry, check_data, refuse, shown_path, validate
+from distgraph.serialization.documents import check_data, refuse, shown_path
+
+if TYPE_CHECKING:
+    from distgraph.runtime.execute.checkpoint.index_schema import Index, TensorEntry
 
 INDEX: Final = "index.json"
 DRAFT: Final = f".{INDEX}."
 """Begin of the name of an unfinished index."""
 FORMAT: Final = "distgraph checkpoint 2"
-SHARD: Final = re.compile(r"step-\d{8,20}-[0-9a-f]{8,16}\.rank-\d{5,10}\.safetensors", re.ASCII)
-"""Names of the files with blocks; other files in the folder are never changed."""
 MOST_INDEX_BYTES: Final = 1 << 30
 """Largest size of an index. With pages of 4 MiB it suffices for more than 100 TB of parameters."""
 _CHECKSUM: Final = "checksum"
 _SEE: Final = "docs/running/checkpoints.md"
-_NOT_FINITE: Final = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-
-
-def _number(value: object) -> object:
-    return _NOT_FINITE.get(value, value) if isinstance(value, str) else value
-
-
-def _pair(value: object) -> object:
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _matching(pattern: re.Pattern[str], expected: str) -> AfterValidator:
-    def check(value: str) -> str:
-        if not pattern.fullmatch(value):
-            raise ValueError(expected)
-        return value
-
-    return AfterValidator(check)
-
-
-def _listed(value: str) -> str:
-    if value not in NAMES:
-        raise ValueError(f"one of {', '.join(NAMES)}")
-    return value
-
-
-Count = Annotated[int, Field(ge=0, lt=1 << 62)]
-Size = Annotated[int, Field(ge=1, lt=1 << 62)]
-Whole = Annotated[int, Field(gt=-(10**40), lt=10**40)]
-Number = Annotated[Whole | Annotated[float, Field(allow_inf_nan=True)], BeforeValidator(_number)]
-Checksum = Annotated[str, _matching(re.compile("[0-9a-f]{16}"), "a checksum of 16 hexadecimal digits")]
-FileName = Annotated[str, _matching(SHARD, 'a file such as "step-00000120-5f2c....rank-00003.safetensors"')]
-Dtype = Annotated[str, AfterValidator(_listed)]
-
-
-class BlockEntry(Entry):
-    """A block of a tensor: its position in the tensor and in a file, and the checksums of its pages."""
-
-    file: FileName
-    start: list[Count]
-    shape: list[Size]
-    begin: Size
-    checksums: Annotated[list[Checksum], Field(min_length=1)]
-
-
-class TensorEntry(Entry):
-    """A tensor and its blocks."""
-
-    kind: str
-    shape: list[Count]
-    dtype: Dtype
-    shards: list[BlockEntry]
-
-
-class FileEntry(Entry):
-    """A file: its bytes, the bytes of its header, and the checksum of the header."""
-
-    bytes: Size
-    header: Size
-    checksum: Checksum
-
-
-class Training(Entry):
-    """The state of training in a checkpoint, with the version and the time that wrote it.
-
-    Attributes:
-        run: identifier of a training and of trainings resumed from its checkpoints.
-        skipped: steps whose gradients were not finite and were not applied.
-        loss_scale: factor of the loss under precision fp16, and steps without overflow since it changed;
-            empty otherwise.
-    """
-
-    distgraph: str
-    run: str
-    written: str
-    step: Count
-    epoch: Count
-    position: Count
-    seed: Whole
-    unused: list[str]
-    losses: list[Number]
-    epochs: list[dict[str, Number]]
-    means: Annotated[tuple[dict[str, list[Number]], Count], BeforeValidator(_pair)]
-    skipped: list[Count]
-    loss_scale: list[Number] = Field(default_factory=list)
-
-
-class Index(Training):
-    """The content of an index, without its own checksum."""
-
-    format: str
-    page: Size
-    fingerprint: str
-    files: dict[FileName, FileEntry]
-    tensors: dict[str, TensorEntry]
 
 
 def fingerprint(parameters: Mapping[str, tuple[str, Sequence[int]]]) -> str:
@@ -247,6 +152,9 @@ def _begun(folder: Path) -> list[str]:
 
 def check_index(document: Mapping[str, Any], where: str) -> Index:
     """A document without its checksum as an `Index`. Raises RuntimeFault where it is not valid."""
+    from distgraph.runtime.execute.checkpoint.index_schema import Index  # noqa: PLC0415 (loads pydantic)
+    from distgraph.serialization.models import validate  # noqa: PLC0415
+
     index = validate(Index, document, where, RuntimeFault, _SEE)
     _check(index, where)
     return index

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -17,8 +17,11 @@ from distgraph.errors import RuntimeFault
 from distgraph.ir.dtypes import to_numpy
 from distgraph.runtime.execute.checkpoint import files
 from distgraph.runtime.execute.checkpoint.folder import check_path
-from distgraph.runtime.execute.checkpoint.index import BlockEntry, Index, fingerprint, read_index
+from distgraph.runtime.execute.checkpoint.index import fingerprint, read_index
 from distgraph.runtime.execute.checkpoint.shards import DamagedError, StoredBlock
+
+if TYPE_CHECKING:
+    from distgraph.runtime.execute.checkpoint.index_schema import BlockEntry, Index
 
 Slices = tuple[slice, ...]
 

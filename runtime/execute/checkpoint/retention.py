@@ -14,7 +14,8 @@ from pathlib import Path
 
 from distgraph.errors import RuntimeFault
 from distgraph.runtime.execute.checkpoint import files
-from distgraph.runtime.execute.checkpoint.index import INDEX, SHARD, is_draft
+from distgraph.runtime.execute.checkpoint.files import SHARD
+from distgraph.runtime.execute.checkpoint.index import INDEX, is_draft
 from distgraph.runtime.execute.checkpoint.lock import LOCK, hold, release
 from distgraph.runtime.execute.checkpoint.resharding import Checkpoint
 from distgraph.serialization.documents import shown_path

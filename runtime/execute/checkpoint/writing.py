@@ -22,12 +22,12 @@ import distgraph
 from distgraph.errors import NonFiniteError, RuntimeFault
 from distgraph.ir.sharding_spec import DistAttr
 from distgraph.runtime.execute.checkpoint import files
+from distgraph.runtime.execute.checkpoint.files import SHARD
 from distgraph.runtime.execute.checkpoint.folder import check_folder
 from distgraph.runtime.execute.checkpoint.index import (
     DRAFT,
     FORMAT,
     INDEX,
-    SHARD,
     check_index,
     fingerprint,
     is_draft,
@@ -87,7 +87,7 @@ def write_checkpoint(
         world: the ranks.
         tensors: name -> type and layout, for all tensors to be saved.
         block: (name, local rank) -> block of the tensor.
-        training: state of training: step, epoch, seed, ...; see `index.Index`.
+        training: state of training: step, epoch, seed, ...; see `index_schema.Index`.
         fault: checks the values when they are written, on the rank that writes them; a text refuses them.
 
     Raises:
@@ -339,7 +339,7 @@ def delete_old(path: Path, written: Mapping[int, WrittenBlocks]) -> None:
 def _document(
     tensors: Mapping[str, SavedTensor], parts: Sequence[WrittenBlocks], training: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The index as data, see `index.Index`."""
+    """The index as data, see `index_schema.Index`."""
     entries: dict[str, Any] = {
         name: {"kind": tensor.kind, "shape": list(tensor.shape), "dtype": tensor.dtype, "shards": []}
         for name, tensor in sorted(tensors.items())

@@ -17,8 +17,8 @@ import distgraph as dg
 from distgraph import nn, optim
 from distgraph.errors import NonFiniteError, RuntimeFault
 from distgraph.models import GPT, GPTConfig, stages
+from distgraph.plan.device_types import DEVICE_TYPES
 from distgraph.plan.strategy import DEVICES
-from distgraph.resources.schema import DEVICE_TYPES
 from distgraph.runtime.execute import device as devices
 from distgraph.runtime.execute.device import register_device
 from distgraph.runtime.transport.cuda_copies import CudaCopies
