@@ -271,3 +271,14 @@ def test_a_misspelt_command_is_answered_with_similar_ones() -> None:
     code, output = invoke("chek", "train.py")
     assert code == 2
     assert "Did you mean 'check'?" in output
+
+
+def test_commands_load_nothing_that_they_may_not_use() -> None:
+    """They start sooner without the search and without what checks files."""
+    names = ("application", "run", "check", "forecast", "export", "discover", "cluster", "tune")
+    code = f"import sys, {', '.join(f'distgraph.cli.{name}' for name in names)}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.split())
+    others = {"pydantic", "yaml", "lark", "scipy", "networkx", "cvxpy", "pyscipopt", "numba", "rich"}
+    assert not loaded & others
+    assert not any(name.startswith("distgraph.engine.search_driver") for name in loaded)

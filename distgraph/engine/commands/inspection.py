@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from distgraph.engine.commands.check import Report, check
-from distgraph.engine.commands.plan_search import with_searched_plan
 from distgraph.engine.commands.script_runner import ScriptHook, run_script
 from distgraph.engine.compile.compile import complete_program
 from distgraph.engine.compile.compile_request import CompileRequest
@@ -78,7 +77,11 @@ def check_script(path: str | Path, argv: Sequence[str] = (), samples: int = 0) -
         batch: Batch,
         scalars: Mapping[str, Any],
     ) -> Report:
-        return check_step(with_searched_plan(request, cluster), memory, batch, scalars, samples)
+        if request.training_spec.strategy.searches:  # most programs search nothing
+            from distgraph.engine.commands.plan_search import with_searched_plan  # noqa: PLC0415
+
+            request = with_searched_plan(request, cluster)
+        return check_step(request, memory, batch, scalars, samples)
 
     return run_script(path, argv, ScriptHook(on_step=check_first), "check", "there is nothing to compare")
 

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from distgraph.engine.commands.plan_search import (
-    SearchOptions,
-    search,
-    with_constraints_of,
-    with_searched_plan,
-)
 from distgraph.engine.commands.script_runner import ScriptHook, run_script
 from distgraph.engine.compile.compile_request import CompileRequest
 from distgraph.engine.compile.program_forecast import ProgramForecast, cluster_for, forecast_training
 from distgraph.plan.plan import Plan
 from distgraph.resources import Cluster, load_cluster
 from distgraph.resources.runtimes.load_runtime import load_runtime
+
+if TYPE_CHECKING:
+    from distgraph.engine.commands.plan_search import SearchOptions
 
 
 def forecast_script(
@@ -40,7 +38,11 @@ def forecast_script(
 
     def forecast(request: CompileRequest, engine_cluster: Cluster | None) -> ProgramForecast:
         target = cluster_for(given, engine_cluster, "distgraph forecast --cluster")
-        return forecast_training(with_searched_plan(request, target), target, runtime=executes)
+        if request.training_spec.strategy.searches:  # most programs search nothing
+            from distgraph.engine.commands.plan_search import with_searched_plan  # noqa: PLC0415
+
+            request = with_searched_plan(request, target)
+        return forecast_training(request, target, runtime=executes)
 
     return run_script(path, argv, ScriptHook(forecast), "forecast", "there is nothing to forecast")
 
@@ -58,11 +60,14 @@ def plan_script(
         ResourceError: there is no cluster, or it does not state a number that a cost needs.
         InfeasibleError: no plan fits the cluster.
     """
+    from distgraph.engine.commands import plan_search  # noqa: PLC0415 (a forecast loads no search)
+
     given = None if cluster is None else load_cluster(cluster)
 
     def plan(request: CompileRequest, engine_cluster: Cluster | None) -> Plan:
         target = cluster_for(given, engine_cluster, "distgraph plan --cluster")
-        constrained = with_constraints_of(request.training_spec.strategy, options or SearchOptions())
-        return search(request, target, constrained)
+        wanted = options or plan_search.SearchOptions()
+        constrained = plan_search.with_constraints_of(request.training_spec.strategy, wanted)
+        return plan_search.search(request, target, constrained)
 
     return run_script(path, argv, ScriptHook(plan), "plan", "there is nothing to plan")
