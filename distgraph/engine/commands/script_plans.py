@@ -66,8 +66,8 @@ def plan_script(
 
     def plan(request: CompileRequest, engine_cluster: Cluster | None) -> Plan:
         target = cluster_for(given, engine_cluster, "distgraph plan --cluster")
-        wanted = options or plan_search.SearchOptions()
-        constrained = plan_search.with_constraints_of(request.training_spec.strategy, wanted)
+        settings = options or plan_search.SearchOptions()
+        constrained = plan_search.with_constraints_of(request.training_spec.strategy, settings)
         return plan_search.search(request, target, constrained)
 
     return run_script(path, argv, ScriptHook(plan), "plan", "there is nothing to plan")
