@@ -56,15 +56,24 @@ def missing_package(name: str) -> str | None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Give every rank of an MPI job a folder of its own for `tmp_path`.
+    """Give every rank of an MPI job a folder of its own for `tmp_path`, and programs that tests start one for
+    bytecode where the environment lets them write none.
 
     Every pytest keeps the folders of its last three runs and removes older ones. Ranks which list and
-    remove the same folders at the same time can end with an error of pytest after the last test.
+    remove the same folders at the same time can end with an error of pytest after the last test. A rank that
+    compiles all modules takes twice as long to start.
     """
     if missing_mpi() is None:
-        root = tempfile.mkdtemp(prefix="pytest-rank-")
-        config.add_cleanup(lambda: shutil.rmtree(root, ignore_errors=True))
-        os.environ["PYTEST_DEBUG_TEMPROOT"] = root
+        os.environ["PYTEST_DEBUG_TEMPROOT"] = folder_of_run(config, "pytest-rank-")
+    elif os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
+        os.environ["PYTHONPYCACHEPREFIX"] = folder_of_run(config, "pytest-bytecode-")
+
+
+def folder_of_run(config: pytest.Config, prefix: str) -> str:
+    """A folder that is removed when pytest ends."""
+    root = tempfile.mkdtemp(prefix=prefix)
+    config.add_cleanup(lambda: shutil.rmtree(root, ignore_errors=True))
+    return root
 
 
 MISSING: dict[str, Callable[[], str | None]] = {
