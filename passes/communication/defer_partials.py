@@ -41,7 +41,8 @@ def produced_partials(op: Op, layout: OpLayout) -> dict[str, frozenset[str]]:
 def deferred_partials(graph: Graph, layouts: Mapping[str, OpLayout]) -> Partials:
     """(value, axis) pairs whose reduction is deferred past the readers of the value."""
     produced = {
-        op.name: {} if leaves_none(graph, op) else produced_partials(op, layouts[op.name]) for op in graph.ops
+        op.name: {} if _leaves_none(graph, op) else produced_partials(op, layouts[op.name])
+        for op in graph.ops
     }
     candidates = _candidates(graph, layouts, produced)
     deferred: Partials = {
@@ -71,7 +72,7 @@ def deferred_partials(graph: Graph, layouts: Mapping[str, OpLayout]) -> Partials
     return _without_useless_deferrals(graph, deferred, layouts)
 
 
-def leaves_none(graph: Graph, op: Op) -> bool:
+def _leaves_none(graph: Graph, op: Op) -> bool:
     """Whether an op is the gradient of attention by a distributed algorithm, which leaves no partial sums."""
     return op.kind == "attention_grad" and op.link in graph.algorithms
 

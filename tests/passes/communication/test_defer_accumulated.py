@@ -29,6 +29,13 @@ ADDED = f"""
   %a : f32[6] [_] = accumulate(%s) <> backward by default ""
 """
 READ_TWICE = RESHAPED + '  %o : f32[6] [_] = relu(%g) <> backward by default ""\n'
+SUMMED_TWICE = f"""
+  %g : f32[6] [_] = {SUM}
+  %a : f32[6] [_] = accumulate(%g) <> backward by default ""
+  %r : f32[6] [_] = negative(%g) <> backward by default ""
+  %b : f32[6] [_] = accumulate(%r) <> backward by default ""
+"""
+PRODUCT = ADDED.replace("add(%g, %h)", "multiply(%g, %h)")
 WITH_ANOTHER = ADDED.replace("add(%g, %h)", "add(%g, %w)")
 SCATTERED = (
     RESHAPED.replace("%g : f32[6]    [_] ", "%g : f32[6]    [dp]")
@@ -75,11 +82,16 @@ def test_a_sum_is_reduced_after_its_accumulate(ops: str, sums: set[str]) -> None
 
 @pytest.mark.parametrize(
     "ops",
-    [READ_TWICE, WITH_ANOTHER, SCATTERED, SCATTERED_AFTER, PINNED],
-    ids=["other-reader", "other-term", "scattered-before", "scattered-after", "annotated"],
+    [READ_TWICE, SUMMED_TWICE, PRODUCT, WITH_ANOTHER, SCATTERED, SCATTERED_AFTER, PINNED],
+    ids=["read-twice", "summed-twice", "product", "other-term", "scattered", "scattered-after", "annotated"],
 )
 def test_what_would_change_more_than_the_order_stays(ops: str) -> None:
     graph = planned(ops)
+    assert defer_accumulated(graph) is graph
+
+
+def test_axes_of_one_rank_are_no_partial_sums() -> None:
+    graph = parse_graph((HEAD + ADDED).replace("dp=2, tp=3", "dp=1, tp=6"))
     assert defer_accumulated(graph) is graph
 
 
