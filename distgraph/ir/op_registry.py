@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, reduce
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -307,7 +307,9 @@ def infer_results(kind: str, operands: Sequence[Value], attrs: Attrs) -> list[tu
     else:
         sizes = tuple((k, v) for k, v in attrs.items() if isinstance(v, int) and not isinstance(v, bool))
         rule = bind(declared.rule, shapes, None, sizes)
-    dtype = reduce(promote, (value.dtype for value in operands))
+    dtype = operands[0].dtype
+    for value in operands[1:]:
+        dtype = promote(dtype, value.dtype)
     return [(tuple(math.prod(rule.sizes[i] for i in dim) for dim in term), dtype) for term in rule.results]
 
 

@@ -54,20 +54,16 @@ class ActionTable:
             Counter()
             for _ in range(1 + max((device for ids in devices.values() for device in ids), default=0))
         ]
-        self._times_of: dict[str, list[int]] = {}  # task that waits for its turn -> by micro-batch
         for task in graph.tasks:
             if not waits_for_turn(task):
                 continue
-            times = self._times_of[task.name] = []
             for micro in range(graph.micro_batches):
                 action = self._action(task.name, micro)
-                time_of_action = self._time.get(action)
-                if time_of_action is None:
+                if action not in self._time:
                     which = f", which has task {task.name}" if task.label else ""
                     raise GraphError(f"schedule {policy.name}: {facts} has no {_text(action)}{which}; add it")
-                times.append(time_of_action)
                 for device in devices[task.name]:
-                    self._left[device][time_of_action] += 1
+                    self._left[device][self._time[action]] += 1
         self._order = [sorted(left) for left in self._left]
         self._next = [0] * len(self._order)
 
@@ -162,37 +158,37 @@ class ActionTable:
 
     def priority(self, name: str, micro: int) -> tuple[int, ...]:
         """Key of a request: the time of its action; tasks of no action come before or after all others."""
-        if name in self._times_of:
-            return (self._times_of[name][micro],)
         action = self._action(name, micro)
         outside = len(self._time) if self._phase[name] == "after" else -1
         return (self._time.get(action, outside),)
 
-    def orders(self) -> list[list[tuple[str, int]]] | None:
+    def orders(self, micro_batches: int) -> list[list[tuple[str, int]]] | None:
         """The instances of compute tasks of every device, in the order of their actions; None where several
         of a device are parts of one action."""
         due: list[dict[int, tuple[str, int]]] = [{} for _ in self._order]
-        for name, times in self._times_of.items():
-            for device in self._devices[name]:
-                of_device = due[device]
-                for micro, time in enumerate(times):
-                    if time in of_device:
+        for task in filter(waits_for_turn, self._tasks.values()):
+            for micro in range(micro_batches):
+                time = self._time[self._action(task.name, micro)]
+                for device in self._devices[task.name]:
+                    if time in due[device]:
                         return None
-                    of_device[time] = name, micro
+                    due[device][time] = task.name, micro
         return [[of_device[time] for time in sorted(of_device)] for of_device in due]
 
     def allows(self, name: str, micro: int) -> bool:
         """Whether the task may start: all its devices have started the compute tasks of earlier actions."""
-        if name not in self._times_of:
+        task = self._tasks[name]
+        if not waits_for_turn(task):
             return True
-        time = self._times_of[name][micro]
+        time = self._time[self._action(name, micro)]
         return all(self._order[device][self._next[device]] == time for device in self._devices[name])
 
     def started(self, name: str, micro: int) -> None:
         """Note that a task has started."""
-        if name not in self._times_of:
+        task = self._tasks[name]
+        if not waits_for_turn(task):
             return
-        time = self._times_of[name][micro]
+        time = self._time[self._action(name, micro)]
         for device in self._devices[name]:
             self._left[device][time] -= 1
             self._next[device] += not self._left[device][time]

@@ -222,7 +222,7 @@ class _LongestPath:
         if begin is None:
             return None
         for device in devices:
-            posted = self._posted(device) if self.ring_waits else 0.0
+            posted = self._posted(device)
             if posted is None:
                 self.blocked.append(task)
                 return None

@@ -70,7 +70,7 @@ class RequestOrder:
         others = [task for task in self._graph.tasks if not waits_for_turn(task)]
         if self._table is None or any(task.per_micro for task in others):
             return None
-        orders = self._table.orders()
+        orders = self._table.orders(self._graph.micro_batches)
         if orders is None or not all(orders):
             return None
         sources: dict[str, set[str]] = {task.name: set() for task in self._graph.tasks}
