@@ -191,9 +191,6 @@ def clone_sources(graph: Graph, meshes: dict[str, ProcessMesh]) -> tuple[Graph, 
         if not op.operands and op.name not in graph.attrs and (lookup(op.kind).anywhere or _scalar_input(op))
     }
     for op in graph.ops:
-        if all(value.name not in cloneable for value in op.operands):
-            ops.append(op)
-            continue
         operands = []
         for value in op.operands:
             source = cloneable.get(value.name)
@@ -205,10 +202,10 @@ def clone_sources(graph: Graph, meshes: dict[str, ProcessMesh]) -> tuple[Graph, 
                 copy = replace(value, name=f"{value.name}.at{len(clones)}")
                 clones[key] = copy
                 meshes[copy.name] = meshes[op.name]
-                ops.append(source.with_values((), (copy,)))
+                ops.append(replace(source, results=(copy,)))
             operands.append(clones[key])
         same = all(new is old for new, old in zip(operands, op.operands, strict=True))
-        ops.append(op if same else op.with_values(tuple(operands), op.results))
+        ops.append(op if same else replace(op, operands=tuple(operands)))
     return graph.with_ops(ops), meshes
 
 

@@ -86,8 +86,16 @@ def _chain(
         last = number == len(steps) - 1
         result = target if last else replace(target, name=f"{target.name}.s{number}")
         attrs.setdefault(result.name, DistAttr(mesh, step.target, Origin("op", f"%{op.name}")))
-        fields = op.role, op.scope, op.source, op.link, OpLayout(mesh), op.task
-        ops.append(Op(f"comm.{step.kind}", (source,), (result,), _attrs(step), *fields))
+        ops.append(
+            replace(
+                op,
+                kind=f"comm.{step.kind}",
+                operands=(source,),
+                results=(result,),
+                attrs=_attrs(step),
+                layout=OpLayout(mesh),
+            )
+        )
         source = result
     return ops
 

@@ -92,7 +92,7 @@ class _Program:
         results, after = _results(op, self.attrs)
         both = zip((*operands, *results), (*op.operands, *op.results), strict=True)
         same = all(new is old for new, old in both)
-        self.ops.append(op if same else op.with_values(operands, results))
+        self.ops.append(op if same else replace(op, operands=operands, results=results))
         self.ops.extend(after)
 
     def updated(self, old: str, new: Value) -> Value:

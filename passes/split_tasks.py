@@ -190,9 +190,7 @@ def _one_task(body: Graph) -> Parts:
 @dataclass(slots=True)
 class _State:
     graph: Graph
-    mesh: dict[str, ProcessMesh] = field(
-        default_factory=dict
-    )  # value -> the one mesh that stands for its ranks
+    mesh: dict[str, ProcessMesh] = field(default_factory=dict)  # value -> mesh that represents its ranks
     phase: dict[str, int] = field(default_factory=dict)
     level: dict[str, int] = field(default_factory=dict)  # op name -> level
     kind: dict[str, str] = field(default_factory=dict)  # op name -> kind of task
@@ -220,40 +218,35 @@ def _classify(state: _State, op: Op) -> None:
     batch = op.kind == "input" and op.results[0].shape != ()
     if batch or declared.micro or declared.every_micro_batch or op.attrs.get(EACH_MICRO_BATCH):
         phase = max(phase, 1)
-    name = op.results[0].name
-    mesh, producers = state.mesh[name], state.graph.producers
+    mesh = state.mesh[op.results[0].name]
     level, tail = 0, op.kind not in SOURCES
     for value in op.operands:
-        producer = producers[value.name]
-        source = producer.results[0].name
-        crossing = state.mesh[value.name] is not mesh
-        level = max(level, state.level[source] + crossing)
-        inside = state.phase[value.name] < 2 or producer.kind == "accumulate" or source in state.tail
+        producer = state.graph.producers[value.name]
+        crossing = state.mesh[value.name] != mesh
+        level = max(level, state.level[producer.name] + crossing)
+        inside = state.phase[value.name] < 2 or producer.kind == "accumulate" or producer.name in state.tail
         tail = tail and inside and not (crossing and phase == 2)
-    state.level[name] = level
-    if phase == 0 and op.kind != "accumulate":
-        state.kind[name] = "load"
-    elif phase == 1 or op.kind == "accumulate":
-        backward = op.role == "backward" or _is_after_backward(state, op)
-        state.kind[name] = "backward" if backward else "forward"
-        phase = 2 if op.kind == "accumulate" else 1
+    state.level[op.name] = level
+    after_backward = any(state.kind[state.graph.producers[v.name].name] == "backward" for v in op.operands)
+    if op.kind == "accumulate":
+        state.kind[op.name] = "backward" if op.role == "backward" or after_backward else "forward"
+        phase = 2
+    elif phase == 0:
+        state.kind[op.name] = "load"
+    elif phase == 1:
+        state.kind[op.name] = "backward" if op.role == "backward" or after_backward else "forward"
     else:
         updates = op.role == "optimize" and not _moves_gradient(state, op)
-        state.kind[name] = "optimize" if updates else "sync"
+        state.kind[op.name] = "optimize" if updates else "sync"
         tasks = {
             (state.kind[p.name], state.level[p.name])
-            for p in (producers[v.name] for v in op.operands if state.phase[v.name] == 2)
+            for p in (state.graph.producers[v.name] for v in op.operands if state.phase[v.name] == 2)
         }
         if tail and op.role != "optimize" and len(tasks) == 1:
-            ((state.kind[name], state.level[name]),) = tasks
-            state.tail.add(name)
+            ((state.kind[op.name], state.level[op.name]),) = tasks
+            state.tail.add(op.name)
     for value in op.results:
         state.phase[value.name] = phase
-
-
-def _is_after_backward(state: _State, op: Op) -> bool:
-    producers = (state.graph.producers[value.name] for value in op.operands)
-    return any(state.kind[producer.name] == "backward" for producer in producers)
 
 
 def _moves_gradient(state: _State, op: Op) -> bool:
@@ -296,29 +289,25 @@ def _user_key(state: _State, op: Op) -> UserKey:
 
 def _sink_within(state: _State, bounds: Mapping[UserKey, int]) -> None:
     """Move ops to the latest level that their readers and the bounds of the user's tasks allow."""
-    kinds, meshes, levels, users = state.kind, state.mesh, state.level, state.graph.users
     last: dict[tuple[str, ProcessMesh], int] = {}
     for op in state.graph.ops:
         if op.kind not in SOURCES:
-            name = op.name
-            key = (kinds[name], meshes[name])
-            last[key] = max(last.get(key, 0), levels[name])
+            key = (state.kind[op.name], state.mesh[op.name])
+            last[key] = max(last.get(key, 0), state.level[op.name])
     for op in reversed(state.graph.ops):
-        name = op.name
-        if op.kind in SOURCES or name in state.tail or op.kind == "accumulate":
+        if op.kind in SOURCES or op.name in state.tail or op.kind == "accumulate":
             continue
-        kind, mesh = kinds[name], meshes[name]
+        kind, mesh = state.kind[op.name], state.mesh[op.name]
         bound = last[kind, mesh]
         if op.is_named:
             bound = min(bound, bounds.get(_user_key(state, op), bound))
         for value in op.results:
-            for user in users[value.name]:
-                reader = user.name
-                if meshes[reader] is not mesh:
-                    bound = min(bound, levels[reader] - 1)
-                elif kinds[reader] == kind:
-                    bound = min(bound, levels[reader])
-        levels[name] = max(levels[name], bound)
+            for user in state.graph.users[value.name]:
+                if state.mesh[user.name] != mesh:
+                    bound = min(bound, state.level[user.name] - 1)
+                elif state.kind[user.name] == kind:
+                    bound = min(bound, state.level[user.name])
+        state.level[op.name] = max(state.level[op.name], bound)
 
 
 def _collect(state: _State) -> Parts:
@@ -329,15 +318,14 @@ def _collect(state: _State) -> Parts:
     for op in graph.ops:
         if op.kind in SOURCES:
             continue
-        name = op.name
-        key = (state.kind[name], state.mesh[name], state.level[name])
+        key = (state.kind[op.name], state.mesh[op.name], state.level[op.name])
         bodies.setdefault(key, []).append(op)
         for value in op.results:
             task_of[value.name] = key
         for value in op.operands:
             source = task_of.get(value.name)
-            if op.kind == "comm.transfer" and state.mesh[value.name] is not key[1]:
-                source = source or (key[0], state.mesh[value.name], state.level[name] - 1)
+            if op.kind == "comm.transfer" and state.mesh[value.name] != key[1]:
+                source = source or (key[0], state.mesh[value.name], state.level[op.name] - 1)
                 if source != key:
                     bodies.setdefault(source, []).append(op)
             if source is not None and source != key:

@@ -95,13 +95,6 @@ class Op:
         """Whether the user's task says where the op runs; what moves data follows its operand."""
         return bool(self.task) and not self.moves_data
 
-    def with_values(self, operands: tuple[Value, ...], results: tuple[Value, ...]) -> Op:
-        """The same op on other values of the same shapes. It keeps the rule."""
-        fields = self.attrs, self.role, self.scope, self.source, self.link, self.layout, self.task
-        op = Op(self.kind, operands, results, *fields)
-        object.__setattr__(op, "_rule", self._rule)
-        return op
-
     def with_layout(self, layout: OpLayout | None) -> Op:
         """The same op under another layout. It keeps the rule, which depends on no layout."""
         fields = self.attrs, self.role, self.scope, self.source, self.link, layout, self.task
@@ -162,10 +155,8 @@ class Graph:
         """Value name -> ops that read it, in program order."""
         users: dict[str, list[Op]] = {value.name: [] for op in self.ops for value in op.results}
         for op in self.ops:
-            for value in op.operands:
-                readers = users[value.name]
-                if not readers or readers[-1] is not op:  # it may read a value twice
-                    readers.append(op)
+            for name in dict.fromkeys(value.name for value in op.operands):
+                users[name].append(op)
         return {name: tuple(ops) for name, ops in users.items()}
 
     @cached_property

@@ -234,8 +234,6 @@ def lookup(kind: str) -> OpDef:
 
 def freeze(attr: Any) -> Any:
     """A hashable key for the value of an attribute."""
-    if isinstance(attr, (str, int, float)):
-        return attr
     if isinstance(attr, np.ndarray):
         return (attr.shape, attr.dtype.str, attr.tobytes())
     if isinstance(attr, (list, tuple)):

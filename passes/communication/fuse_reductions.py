@@ -76,16 +76,13 @@ def groups_by_level(graph: Graph, key: Callable[[Op], Hashable | None]) -> list[
     groups: dict[Hashable, list[Op]] = {}
     occupied: set[tuple[Hashable, str]] = set()
     for op in graph.ops:
-        level = 0
-        for value in op.operands:
-            level = max(level, levels[value.name])
+        level = max((levels[value.name] for value in op.operands), default=0)
         group_key = key(op)
         if group_key is not None and (group_key, op.operands[0].name) not in occupied:
             occupied.add((group_key, op.operands[0].name))
             groups.setdefault((group_key, level), []).append(op)
             level += 1
-        for value in op.results:
-            levels[value.name] = level
+        levels.update((value.name, level) for value in op.results)
     return list(groups.values())
 
 
@@ -107,14 +104,12 @@ def fuse(graph: Graph, groups: list[list[Op]]) -> Graph:
         return graph
     order = _Order({value.name for op in fused.values() for value in op.results})
     for op in graph.ops:
-        shared = fused.get(op.name)
-        if shared is None:
-            order.add(op)
-            continue
-        waiting[shared.name] -= 1
-        if not waiting[shared.name]:
-            order.add(shared)
-            order.add_postponed()
+        joint = fused.get(op.name, op)
+        waiting[joint.name] = waiting.get(joint.name, 1) - 1
+        if not waiting[joint.name]:
+            order.add(joint)
+            if joint is not op:
+                order.add_postponed()
     assert not order.postponed, "fused collectives depend on each other"
     return graph.with_ops(order.ops)
 
@@ -142,15 +137,13 @@ class _Order:
 
     def add(self, op: Op) -> None:
         """Append an op, or postpone it if an operand is missing."""
-        missing = self.missing
-        for value in op.operands:
-            if value.name in missing:
-                self.postponed.append(op)
-                missing.update(result.name for result in op.results)
-                return
-        self.ops.append(op)
-        for value in op.results:
-            missing.discard(value.name)
+        late = any(value.name in self.missing for value in op.operands)
+        if late:
+            self.postponed.append(op)
+            self.missing.update(value.name for value in op.results)
+        else:
+            self.ops.append(op)
+            self.missing.difference_update(value.name for value in op.results)
 
     def add_postponed(self) -> None:
         """Append the postponed ops whose operands are there by now, until none of the others has all."""

@@ -86,10 +86,7 @@ def mesh_levels(graph: Graph) -> dict[str, int]:
     places = {name: ranks[attr.mesh] for name, attr in graph.attrs.items()}
     levels: dict[str, int] = {}
     for op in graph.ops:
-        here, level = places[op.name], 0
-        for value in op.operands:
-            there = places[value.name]
-            level = max(level, levels[value.name] + (there is not here and there != here))
-        for value in op.results:
-            levels[value.name] = level
+        here = places[op.name]
+        level = max((levels[v.name] + (places[v.name] != here) for v in op.operands), default=0)
+        levels.update((value.name, level) for value in op.results)
     return levels

@@ -120,19 +120,15 @@ class _CanonicalForm:
 def uneven_meshes(build: Build) -> frozenset[ProcessMesh]:
     """Meshes whose ranks do not all do the same work."""
     graph, uneven = build.lowered, set()
-    layouts = {
-        (value.shape, graph.attrs[value.name].spec, graph.attrs[value.name].mesh)
-        for op in graph.ops
-        for value in op.results
-    }
-    for shape, spec, mesh_of_value in layouts:
-        if mesh_of_value not in uneven and any(
-            size % mesh_of_value.count(axes) or any(axis in mesh_of_value.weights for axis in axes)
-            for size, axes in zip(shape, spec.dims, strict=True)
-            if axes
-        ):
-            uneven.add(mesh_of_value)
     for op in graph.ops:
+        for value in op.results:
+            attr = graph.attrs[value.name]
+            if attr.mesh not in uneven and any(
+                size % attr.mesh.count(axes) or any(axis in attr.mesh.weights for axis in axes)
+                for size, axes in zip(value.shape, attr.spec.dims, strict=True)
+                if axes
+            ):
+                uneven.add(attr.mesh)
         mesh = None if op.layout is None else op.layout.mesh
         if mesh is not None and mesh not in uneven and _work_depends_on_rank(op, mesh):
             uneven.add(mesh)

@@ -100,7 +100,7 @@ def _original_name(op: Op, original_names: Collection[str]) -> str:
 def _on_mesh(op: Op, layout: OpLayout, mesh: ProcessMesh) -> OpLayout:
     """The layout on another mesh with the same axes."""
     _check_mesh(op, layout.mesh, mesh)
-    return layout if layout.mesh == mesh else OpLayout(mesh, layout.axes, layout.partial)
+    return layout if layout.mesh == mesh else replace(layout, mesh=mesh)
 
 
 def _check_mesh(op: Op, planned: ProcessMesh, mesh: ProcessMesh) -> None:
