@@ -26,7 +26,7 @@ from distgraph.resources.mesh_communication import MeshCommunication, machine_co
 from distgraph.runtime.program.storage import nbytes
 
 _LONG = 2.0**30
-"""Bytes of a message whose start takes next to nothing of its time."""
+"""Bytes of a very long message: its time is that of its bytes."""
 _Exchange = tuple[str, tuple[int, ...], str, DistAttr, DistAttr, object]
 """Kind, shape and dtype of an exchange, both layouts on ranks numbered from 0, and the windows of a halo."""
 
@@ -42,7 +42,8 @@ class Message:
         link: kind of the bottleneck link; "" if nothing is sent.
         busy: part of `seconds` for which the ranks themselves work for the message.
         between: whether it is sent between machines.
-        startup: part of `seconds` that its bytes do not account for at the rate of a long message.
+        startup: part of `seconds` in which it does not occupy its links: its bytes, at the rate of a very long
+            message, take the rest.
     """
 
     kind: str

@@ -29,9 +29,9 @@ class InFlight:
         ends: value -> time at which the collective that computes it ends.
         busy: value -> seconds for which the device still works for its collective.
         carriers: value -> channel of its collective.
-        channels: channel -> time at which it becomes free.
+        channels: channel -> time at which the next transfer on it may begin.
         latest: channel -> its last communication.
-        served: channel -> time at which it was last free, and seconds of all that it carries since then, as
+        served: channel -> time at which it was last free, and seconds of all transfers on it since then, as
             long as each takes by itself.
         transfers: value of a collective between machines -> when it began, and seconds for which the device
             works for it in all.

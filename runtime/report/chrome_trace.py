@@ -94,7 +94,7 @@ def _names(row: int, name: str, ops: str = "compute stream") -> Iterator[dict[st
 
 
 def _messages(row: int, segments: list[Segment]) -> Iterator[dict[str, Any]]:
-    """Messages of different groups overlap: each is drawn on the first thread that is free."""
+    """Messages may overlap: each is drawn on the first thread that is free."""
     free: list[float] = []
     for segment in sorted(segments, key=lambda s: s.start):
         number = next((i for i, end in enumerate(free) if end <= segment.start), len(free))

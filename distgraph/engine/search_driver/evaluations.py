@@ -47,7 +47,7 @@ class Evaluation:
         devices: that the program uses.
         eligible: whether it may be the answer.
         shares: what its step goes to, see `Forecast.shares`.
-        split: what the data axes split, see `split_by_data_axes`.
+        split: what the data axes split, see `split_by_data_axes`; None where that was not looked at.
         rebuild: builds the program once more where it does not follow from a candidate; None where that is
             not possible, so that the program is kept.
     """
@@ -64,7 +64,7 @@ class Evaluation:
     devices: int = 0
     eligible: bool = True
     shares: Mapping[str, float] = field(default_factory=dict)
-    split: int = 0
+    split: int | None = None
     rebuild: Callable[[LayoutCosts], BuiltCandidate | str] | None = None
 
     @property
