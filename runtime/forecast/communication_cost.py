@@ -42,8 +42,8 @@ class Message:
         link: kind of the bottleneck link; "" if nothing is sent.
         busy: part of `seconds` for which the ranks themselves work for the message.
         between: whether it is sent between machines.
-        startup: part of `seconds` in which it does not occupy its links: its bytes, at the rate of a very long
-            message, take the rest.
+        startup: part of `seconds` in which it does not occupy its links; its bytes take the rest, at the rate
+            of a very long message.
     """
 
     kind: str
