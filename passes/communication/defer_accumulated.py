@@ -46,8 +46,9 @@ def defer_accumulated(graph: Graph) -> Graph:
             for axis in layouts[op.name].mesh.axes:
                 if (value.name, axis) in candidates:
                     (reader,) = graph.users[value.name]
-                    reduces = _reduces(graph, reader, axis) or (reader.result.name, axis) in deferred
-                    if reduces and _group(graph, reader, axis, partial, layouts) is not None:
+                    if _group(graph, reader, axis, partial, layouts) is None:
+                        continue
+                    if _reduces(graph, reader, axis) or (reader.result.name, axis) in deferred:
                         deferred.add((value.name, axis))
     return _deferred(graph, deferred, partial, layouts) if deferred else graph
 
