@@ -16,7 +16,7 @@ as matrices get smaller. Where a resource file has a measured table for the kind
 of the table. A convolution of which patches were measured has them in p_do: whoever does the share x of its
 FLOPs copies at least the share x of its patches and rows. Of one that is computed in tiles only the FLOPs
 that its result needs count, as a part may fill its tiles better than the whole. The bytes of a product do
-not count where they have a price beside the FLOPs (`moved`). The shares of all ranks make each op at least
+not count where they have a price besides FLOPs (`moved`). The shares of all ranks make each op at least
 once, no rank works longer than the step takes, and there are n_d devices of kind d, so the step takes at
 least
 
