@@ -14,7 +14,9 @@ computes something else is no comparison. `loss_difference` of the figures is th
 Programs run in turns (hand-written, ours, PyTorch, hand-written, ...), one at a time. A ratio is the median
 over the rounds of (our median step) / (the other's median step) of the same round; below 1 is faster than
 the other. `--peers` leaves ours out and compares the hand-written programs with PyTorch. Other load on the
-machine is printed: with more than a little of it, ratios mean nothing.
+machine is printed: with more than a little of it, ratios mean nothing. Variables of the environment that
+hold a library to older instructions than the processor has (`FORCED_KERNELS`) do not reach the programs, and
+`blas` of the figures names the kernels that each side's BLAS chose by itself.
 
 The programs of each side are `python -m MODULE NAME... --steps N --warmup K` (`MODULES` below; ours and the
 hand-written ones of two ranks under `mpiexec -n 2 python -m mpi4py`); rank 0 prints the reports that
@@ -74,6 +76,13 @@ from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
+FORCED_KERNELS = (
+    "OPENBLAS_CORETYPE",
+    "OPENBLAS_L2_SIZE",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "MKL_CBWR",
+    "ATEN_CPU_CAPABILITY",
+)
 TIME_LIMIT = 300.0  # seconds for one program
 LOSS_TOLERANCE = 1e-4  # relative; fp32 sums in another order stay below 1e-5 over the first steps
 BF16_LOSS_TOLERANCE = 2.0**-8  # relative; each side rounds other values, both a number by this at most
@@ -111,10 +120,11 @@ CASES = (
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Median seconds of a step and the losses of one run of one program."""
+    """Median seconds of a step, the losses and the BLAS kernels of one run of one program."""
 
     seconds: float
     losses: list[float]
+    blas: list[str]
 
 
 def command(side: str, cases: Sequence[Case], steps: int, warmup: int) -> list[str]:
@@ -141,7 +151,8 @@ def measure(side: str, cases: Sequence[Case], steps: int, warmup: int) -> dict[s
         SystemExit: a program failed, took longer than the limit, or printed no report.
     """
     words, limit = command(side, cases, steps, warmup), TIME_LIMIT * len(cases)
-    environment = {**os.environ, **dict.fromkeys(THREADS, "1")}
+    environment = {name: value for name, value in os.environ.items() if name not in FORCED_KERNELS}
+    environment |= dict.fromkeys(THREADS, "1")
     process = subprocess.Popen(
         words,
         cwd=ROOT,
@@ -168,7 +179,7 @@ def measure(side: str, cases: Sequence[Case], steps: int, warmup: int) -> dict[s
         raise SystemExit(f"{' '.join(words)} {ended} and said\n{said_by(output, errors)}")
     reports = [json.loads(line) for line in lines]
     return {
-        case.name: Measured(statistics.median(report["seconds"]), report["losses"])
+        case.name: Measured(statistics.median(report["seconds"]), report["losses"], report["blas"])
         for case, report in zip(cases, reports, strict=True)
     }
 
@@ -200,12 +211,15 @@ def run_rounds(
     warmup: int,
     console: Console,
     differences: dict[str, float] | None = None,
+    blas: dict[str, list[str]] | None = None,
 ) -> dict[str, dict[str, list[float]]]:
     """Seconds of each side of cases that start together, one entry a round; the sides take turns.
 
-    ``differences`` receives the largest relative difference of the losses of each case.
+    ``differences`` receives the largest relative difference of the losses of each case, ``blas`` the kernels
+    of each side.
     """
     differences = {} if differences is None else differences
+    blas = {} if blas is None else blas
     sides = {case.name: sides_of(case, peers) for case in cases}
     seconds = {name: {side: list[float]() for side in found} for name, found in sides.items()}
     names = ", ".join(sides)
@@ -217,6 +231,7 @@ def run_rounds(
             for name, measured in measure(side, run, steps, warmup).items():
                 results[name][side] = measured
                 seconds[name][side].append(measured.seconds)
+                blas[side] = measured.blas
         for case in cases:
             difference = check_losses(case, results[case.name])
             differences[case.name] = max(differences.get(case.name, 0.0), difference)
@@ -290,14 +305,16 @@ def main(words: list[str] | None = None) -> None:
     cases = [case for case in CASES if arguments.only in (None, case.name)]
     seconds: dict[str, dict[str, list[float]]] = {}
     differences: dict[str, float] = {}
+    blas: dict[str, list[str]] = {}
     for group in starts(cases, arguments.quick):
-        seconds |= run_rounds(group, arguments.peers, rounds, steps, warmup, console, differences)
+        seconds |= run_rounds(group, arguments.peers, rounds, steps, warmup, console, differences, blas)
     figures: dict[str, float] = {}
     for case in cases:
         figures |= ratios(case, seconds[case.name])
     Console().print(table_of(seconds, figures))
     if arguments.json is not None:
         extra = {"seconds": seconds, "loss_difference": differences, "rounds": rounds, "load_before": load}
+        extra["blas"] = blas
         arguments.json.write_text(json.dumps({**figures, **extra}, indent=1) + "\n")
 
 

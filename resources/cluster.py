@@ -141,9 +141,7 @@ class OpTable:
         if self.times is None and (given or self.launch is not None) and not self.work:
             return self
         if self.times is None or (self.bytes is None) == (self.flops is None):
-            raise ValueError(
-                "times by bytes or by flops, one of them, a launch time, or rates of a convolution"
-            )
+            raise ValueError("times by bytes or flops, one of them, a launch time, or rates of a convolution")
         if len(self.work) != len(self.times):
             raise ValueError(f"as many times as amounts of work ({len(self.work)}), not {len(self.times)}")
         if any(later <= earlier for earlier, later in pairwise(self.work)):
@@ -181,6 +179,7 @@ class Compute:
         cores: processor cores that all devices of the machine share; the other numbers are those of a device
             while all of them compute. None where every device has cores of its own.
         bound: whether equally many neighbouring devices are bound to each of these cores.
+        blas: library and kernels with which matrix products were measured, see `blas_kernels`; "" if unknown.
         host: times of its host.
     """
 
@@ -193,6 +192,7 @@ class Compute:
     slice_block: Annotated[int, Limits(gt=0, le=_MOST_ROWS, strict=True)] | None = None
     cores: Annotated[float, Limits(ge=1e-3, le=_MOST_ROWS, strict=True)] | None = None
     bound: bool | None = None
+    blas: str = ""
     host: HostTimes = field(default_factory=HostTimes)
 
 

@@ -328,7 +328,7 @@ def _numbers(entry: Mapping[str, Any]) -> Iterator[str]:
     compute = _mapping(entry.get("compute"))
     groups = {name: _mapping(entry.get(name)) for name in ("peak", "measured")}
     groups["compute"] = {
-        n: 1 for n in compute if compute[n] is not None and n not in (*_COMPUTE_GROUPS, "error")
+        n: 1 for n in compute if compute[n] is not None and n not in (*_COMPUTE_GROUPS, "error", "blas")
     }
     groups |= {f"compute.{name}": _mapping(compute.get(name)) for name in _COMPUTE_GROUPS}
     for group, names in groups.items():

@@ -18,7 +18,7 @@ from distgraph.engine.compile.derived_programs import reference_of
 from distgraph.engine.compile.dump import write
 from distgraph.engine.compile.fingerprint import fingerprint
 from distgraph.engine.compile.plan_apply import check_batch, layouts_of, with_plan_settings
-from distgraph.engine.compile.program_warnings import warn_redundant_ranks
+from distgraph.engine.compile.program_warnings import warn_other_blas, warn_redundant_ranks
 from distgraph.engine.compile.training_spec import TrainingSpec
 from distgraph.engine.data import Batch, Field
 from distgraph.engine.executable import Compiled
@@ -377,6 +377,7 @@ class Session:
             agree_on_program(compiled, self.memory.seed, scalars, given)
             if compiled.mode == "train":
                 warn_redundant_ranks(compiled.build, world, planned=self.plan is not None)
+                warn_other_blas(self.cluster, world)
                 self.warn_unread()
             programs = run_together(world, compiled.partition)
 

@@ -43,7 +43,9 @@ _DISTURBED: Final = 1e-3  # of a message: errors of busy parts are of another or
 _LARGEST: Final = 3  # sizes of messages that tell which part computation hides of larger ones
 
 
-def evaluate(cluster: Cluster, runs: Runs, ranks: int = 1, sharing: CoreSharing | None = None) -> Measured:
+def evaluate(
+    cluster: Cluster, runs: Runs, ranks: int = 1, sharing: CoreSharing | None = None, blas: str = ""
+) -> Measured:
     """Fit the numbers of the resource file to the measurements.
 
     Args:
@@ -51,6 +53,7 @@ def evaluate(cluster: Cluster, runs: Runs, ranks: int = 1, sharing: CoreSharing 
         runs: runs of a `Store`.
         ranks: number of ranks that measured; with several, links must have been measured.
         sharing: how the ranks share cores; None where each has one.
+        blas: library and kernels of matrix products, see `blas_kernels`.
 
     Raises:
         ResourceError: too little was measured.
@@ -94,7 +97,8 @@ def evaluate(cluster: Cluster, runs: Runs, ranks: int = 1, sharing: CoreSharing 
     compute = {}
     for origin, device_samples in samples.items():
         host = host_times(host_steps.get(origin, ()), message_work, network_busy)
-        compute[origin] = _fit_of_device(cluster, origin, device_samples, host, sharing)
+        fit = _fit_of_device(cluster, origin, device_samples, host, sharing)
+        compute[origin] = replace(fit, compute=replace(fit.compute, blas=blas))
     links: LinkFit | None = fit_links(cluster, sent) if sent else None
     disturbances = {
         part: disturbed

@@ -1,6 +1,7 @@
 """The file in which `distgraph profile` keeps what it has measured, and how it is read.
 
-    {"header": {"source": "", "ranks": 2, "places": "1 ranks a core", "format": 7},
+    {"header": {"source": "", "ranks": 2, "places": "1 ranks a core", "blas": "openblas 0.3.31 SkylakeX",
+                "format": 14},
      "runs": {"machines[0].devices|einsum/8x64": {"works": [...], "runs": [[1.2e-5, ...], ...],
                                                   "others": [{"host": "m0", "share": 0.02}, ...]}}}
 
@@ -35,6 +36,7 @@ class Header(Entry):
     source: str
     ranks: Annotated[int, Field(ge=1, le=MOST_DEVICES)]
     places: str
+    blas: str
     format: int
 
 

@@ -31,6 +31,7 @@ from threadpoolctl import threadpool_limits
 
 from distgraph.errors import ResourceError, RuntimeFault
 from distgraph.resources import Cluster, load_cluster, local_cluster
+from distgraph.runtime.execute.blas_kernels import blas_kernels
 from distgraph.runtime.launch.launch import launch
 from distgraph.runtime.launch.mpi_rank import current_transport, ranks_of_job
 from distgraph.runtime.profile import collective_probes
@@ -50,7 +51,7 @@ from distgraph.serialization.documents import refuse, shown
 _REPEATS: Final = 15
 _SAVE_SECONDS: Final = 1.0
 _ATTEMPTS: Final = 2  # rounds in all, as a multiple of those that are wanted undisturbed
-_FORMAT: Final = 13  # of the store
+_FORMAT: Final = 14  # of the store
 _CLOSE: Final = -1  # in place of the position of an item: the window of the measurements ends
 _CACHED_BYTES: Final = 32 * 2**20  # a larger program is compiled again for every run
 _SCRIPT: Final = """from distgraph.runtime.profile.profiler import rank_main
@@ -168,7 +169,7 @@ def _rank(request: Request, host: HostProbes) -> int:
     with threadpool_limits(1):
         _Profile(request, cluster, transport, store, cores, host()).run()
     if leads:
-        measured = evaluate(cluster, store.runs, request.ranks, cores)
+        measured = evaluate(cluster, store.runs, request.ranks, cores, blas_kernels())
         write_measured(request.output, request.source, request.ranks, measured)
         for line in (*measured.warnings(), f"profile: {request.output} written; {measured.summary()}"):
             Console(stderr=True).print(line, highlight=False, markup=False, soft_wrap=True)
@@ -200,7 +201,13 @@ class Store:
         Raises:
             ResourceError: the file holds something else.
         """
-        header = {"source": request.source, "ranks": request.ranks, "places": places, "format": _FORMAT}
+        header = {
+            "source": request.source,
+            "ranks": request.ranks,
+            "places": places,
+            "blas": blas_kernels(),
+            "format": _FORMAT,
+        }
         if request.fresh or not request.store_path.is_file():
             return cls({}, request.store_path, header)
         stored, runs = read_measurements(request.store_path, _FORMAT)

@@ -3,9 +3,10 @@
 Programs are started as `python -m benchmarks.support.peers.FILE NAME... --steps N --warmup K`, MPI ones as
 `mpiexec -n 2 python -m mpi4py -m benchmarks.support.peers.FILE ...` (so that an error on one rank ends both);
 several names run one after the other in the same processes. For each, rank 0 prints one line of JSON:
-`{"seconds": [...], "losses": [...]}`. `seconds` has one entry per timed step: the slowest rank's, ranks being
-lined up by a barrier before each step. `losses` has one entry per step from the very first, warm-up included,
-so that programs can be compared from the same start.
+`{"seconds": [...], "losses": [...], "blas": [...]}`. `seconds` has one entry per timed step: the slowest
+rank's, ranks being lined up by a barrier before each step. `losses` has one entry per step from the very
+first, warm-up included, so that programs can be compared from the same start. `blas` names the kernels that
+the BLAS libraries of the process chose.
 
 The models, the same for everyone:
 * MLP: `layers` x (linear with bias, then ReLU, but no ReLU after the last); loss = mean over batch and
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from threadpoolctl import threadpool_info
 
 Array = NDArray[np.float32]
 
@@ -83,7 +85,16 @@ class Report:
 
     def print(self) -> None:
         """Print the report as one line of JSON."""
-        print(json.dumps({"seconds": self.seconds, "losses": self.losses}), flush=True)
+        report = {"seconds": self.seconds, "losses": self.losses, "blas": blas_kernels()}
+        print(json.dumps(report), flush=True)
+
+
+def blas_kernels() -> list[str]:
+    """The BLAS libraries of this process and the kernels that each of them chose, such as
+    "openblas 0.3.31 SkylakeX"; those that PyTorch is linked with are not seen."""
+    kept = ("internal_api", "version", "architecture")
+    libraries = [each for each in threadpool_info() if each["user_api"] == "blas"]
+    return sorted({" ".join(str(each[name]) for name in kept if each.get(name)) for each in libraries})
 
 
 def mlp_parameters(sizes: MlpSizes) -> list[tuple[Array, Array]]:

@@ -1,5 +1,6 @@
 """Warnings for programs: of losses that micro-batches change, of pipeline boundaries that divide nothing, of
-annotations that compete for an axis or that ZeRO adds to, and of ranks that add nothing."""
+annotations that compete for an axis or that ZeRO adds to, of ranks that add nothing, and of a BLAS library
+other than the measured one."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from distgraph.passes.analysis.conflicts import conflicts
 from distgraph.passes.propagate_shardings import Lost
 from distgraph.passes.serial.dead_code_elimination import prune
 from distgraph.plan.strategy import ZERO_ORIGIN
+from distgraph.resources import Cluster
 from distgraph.runtime.execute.process_group import World, is_chief
 from distgraph.runtime.program.build import Build
 from distgraph.tracing.tracer import user_stack_level
@@ -180,6 +182,32 @@ def warn_redundant_ranks(build: Build, world: World, *, planned: bool) -> None:
             "batch with batch_axis, annotate tensors, or take a mesh of one rank"
         )
     if message and world.is_chief:
+        warnings.warn(message, UserWarning, stacklevel=user_stack_level())
+
+
+def warn_other_blas(cluster: Cluster | None, world: World) -> None:
+    """Warn, on the process that prints, if it multiplies matrices by other kernels than those with which the
+    CPUs of the cluster were measured: forecasts are for the measured ones.
+
+    Args:
+        cluster: of the engine; None without one.
+        world: the ranks of the job.
+    """
+    if cluster is None or not world.is_chief:
+        return
+    measured = {device.compute.blas for device in cluster.devices if device.type == "cpu"} - {""}
+    if not measured:
+        return
+    from distgraph.runtime.execute.blas_kernels import blas_kernels  # noqa: PLC0415 - few programs need it
+
+    here = blas_kernels()
+    if here and here not in measured:
+        names = " or ".join(sorted(measured))
+        message = (
+            f"matrix products are computed by {here}, but cluster {cluster.name} ({cluster.source}) was "
+            f"measured with {names}, and forecasts are for that; start the program in the environment of "
+            "the profile (variables such as OPENBLAS_CORETYPE choose kernels), or run distgraph profile again"
+        )
         warnings.warn(message, UserWarning, stacklevel=user_stack_level())
 
 

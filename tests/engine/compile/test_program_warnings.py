@@ -1,10 +1,11 @@
 """Warnings for training programs: losses that micro-batches change, meshes over which nothing is split,
-random numbers that become constants."""
+random numbers that become constants, BLAS kernels other than the measured ones."""
 
 from __future__ import annotations
 
 import random
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ import pytest
 import distgraph as dg
 from distgraph import nn, ops, optim
 from distgraph.ir.mesh import ProcessMesh
+from distgraph.resources import Cluster, load_cluster
+from distgraph.runtime.execute.blas_kernels import blas_kernels
 
 BATCH = np.ones((4, 6), "f4"), np.zeros((4, 3), "f4")
 
@@ -44,6 +47,30 @@ def test_a_mesh_that_is_used(sizes: dict[str, int], batch_axis: str | None, anno
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         trained(ProcessMesh.grid(**sizes), batch_axis, annotated=annotated)
+
+
+def trained_on(cluster: Cluster) -> None:
+    engine = dg.Engine(nn.Linear(6, 3), nn.MeanSquaredError(), optim.SGD(lr=0.1), cluster=cluster)
+    engine.run(BATCH)
+
+
+def measured_with(blas: str) -> Cluster:
+    """The local cluster as if it had been profiled with a BLAS library."""
+    cluster = load_cluster("local")
+    devices = [replace(device, compute=replace(device.compute, blas=blas)) for device in cluster.devices]
+    return replace(cluster, devices=tuple(devices))
+
+
+def test_a_cluster_measured_with_other_blas_kernels() -> None:
+    with pytest.warns(UserWarning, match=r"computed by .*, but cluster local .*openblas 0.0 Another"):
+        trained_on(measured_with("openblas 0.0 Another"))
+
+
+@pytest.mark.parametrize("blas", ["", blas_kernels()], ids=["unknown", "the-same"])
+def test_a_cluster_measured_with_these_blas_kernels(blas: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trained_on(measured_with(blas))
 
 
 def test_a_stage_over_which_nothing_is_split() -> None:

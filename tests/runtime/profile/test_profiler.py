@@ -17,6 +17,7 @@ from distgraph.cli import application
 from distgraph.errors import ResourceError
 from distgraph.resources import ComputeCost, load_cluster
 from distgraph.resources.cluster import Compute, MatmulRate
+from distgraph.runtime.execute.blas_kernels import blas_kernels
 from distgraph.runtime.profile import profiler as profiling
 from distgraph.runtime.profile.collective_probes import (
     MESSAGE_WORK,
@@ -71,6 +72,7 @@ def test_command_writes_a_file_that_a_cost_can_use(tmp_path: Path, monkeypatch: 
     host = cost.cluster.devices[0].compute.host
     assert host.step is not None
     assert 0 < host.step + host.task < 0.1  # of an engine's step
+    assert cost.cluster.devices[0].compute.blas == blas_kernels() != ""
 
 
 def test_resumed_profile_measures_only_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,6 +119,16 @@ def test_interrupted_profile_keeps_what_it_has(tmp_path: Path, monkeypatch: pyte
         profile(request)
     assert len(Store.open(request).runs) == 2
     assert not Path(request.output).exists()
+
+
+def test_measurements_with_other_blas_kernels_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = Request(str(tmp_path / "mine.yaml"))
+    Store.open(request).save()
+    monkeypatch.setattr(profiling, "blas_kernels", lambda: "openblas 0.0 Another")
+    with pytest.raises(ResourceError, match=r"but this is .*blas .?openblas 0.0 Another.*--fresh"):
+        Store.open(request)
 
 
 def test_measurements_of_another_job_are_refused(tmp_path: Path) -> None:
