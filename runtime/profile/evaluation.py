@@ -100,13 +100,17 @@ def evaluate(
         fit = _fit_of_device(cluster, origin, device_samples, host, sharing)
         compute[origin] = replace(fit, compute=replace(fit.compute, blas=blas))
     links: LinkFit | None = fit_links(cluster, sent) if sent else None
-    disturbances = {
+    rounds = [len(kept_runs(entry)) for entry in runs.values()]
+    return Measured(compute, links, tuple(tables), _disturbances(runs), tuple(rounds))
+
+
+def _disturbances(runs: Runs) -> dict[str, Disturbance]:
+    """Parts of the file, see `part_of`, whose measurements were disturbed, or of which that is not known."""
+    return {
         part: disturbed
         for part in dict.fromkeys(map(part_of, runs))
         if (disturbed := disturbance([entry for key, entry in runs.items() if part_of(key) == part]))
     }
-    rounds = [len(kept_runs(entry)) for entry in runs.values()]
-    return Measured(compute, links, tuple(tables), disturbances, tuple(rounds))
 
 
 def _means(works: Iterable[Work], seconds: Iterable[float]) -> list[tuple[Work, float]]:
