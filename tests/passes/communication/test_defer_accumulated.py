@@ -49,6 +49,18 @@ SCATTERED_AFTER = f"""
   %g : f32[6] [_]  = {SUM}
   %a : f32[6] [dp] = accumulate(%g) <i0:dp> backward by default ""
 """
+ATTENTION = """
+  %d : f32[1, 2, 4, 3] [_, _, dp, _] = input {name="d"} <z2:dp> data by default ""
+  %q : f32[1, 2, 4, 3] [_, _, dp, _] = input {name="q"} <z2:dp> data by default ""
+  %k : f32[1, 2, 4, 3] [_, _, _, _]  = input {name="k"} <> data by default ""
+  %v : f32[1, 2, 4, 3] [_, _, _, _]  = input {name="v"} <> data by default ""
+  %o : f32[1, 2, 4, 3] [_, _, dp, _] = input {name="o"} <z2:dp> data by default ""
+  %l : f32[1, 2, 4]    [_, _, dp]    = input {name="l"} <z2:dp> data by default ""
+  %dq : f32[1, 2, 4, 3] [_, _, dp, _], %dk : f32[1, 2, 4, 3] [_, _, _, _], %dv : f32[1, 2, 4, 3] [_, _, _, _] \
+= attention_grad(%d, %q, %k, %v, %o, %l) {causal=false, scale=1.0} <s:dp> backward \
+by default "", default "", default ""
+  %a : f32[1, 2, 4, 3] [_, _, _, _] = accumulate(%dk) <> backward by default ""
+"""
 PINNED = RESHAPED.replace(SUM, SUM.replace('default ""', 'user "train.py:9"'))
 
 
@@ -82,8 +94,11 @@ def test_a_sum_is_reduced_after_its_accumulate(ops: str, sums: set[str]) -> None
 
 @pytest.mark.parametrize(
     "ops",
-    [READ_TWICE, SUMMED_TWICE, PRODUCT, WITH_ANOTHER, SCATTERED, SCATTERED_AFTER, PINNED],
-    ids=["read-twice", "summed-twice", "product", "other-term", "scattered", "scattered-after", "annotated"],
+    [READ_TWICE, SUMMED_TWICE, PRODUCT, WITH_ANOTHER, SCATTERED, SCATTERED_AFTER, PINNED, ATTENTION],
+    ids=[
+        *("read-twice", "summed-twice", "product", "other-term", "scattered", "scattered-after"),
+        *("annotated", "attention"),
+    ],
 )
 def test_what_would_change_more_than_the_order_stays(ops: str) -> None:
     graph = planned(ops)
