@@ -19,6 +19,7 @@ from distgraph.engine.search_driver.evaluations import Evaluation, evaluate, fro
 from distgraph.engine.search_driver.explain.decisions import with_problems
 from distgraph.engine.search_driver.fixed_mesh_search import double_recursion
 from distgraph.engine.search_driver.layout_costs import LayoutCosts
+from distgraph.engine.search_driver.layout_variants import SolvingProcesses
 from distgraph.engine.search_driver.local_search import local_search_moves
 from distgraph.engine.search_driver.micro_batch_search import best_count, counts_to_try
 from distgraph.engine.search_driver.pipeline_search import PipelineSearch, _least_bytes, may_fit
@@ -117,7 +118,7 @@ def test_equal_programs_of_two_restrictions_are_told(
         graphs = [build_candidate(each, layout_costs).completed for each in (bare, sharded)]
         assert (graphs[0].attrs == graphs[1].attrs) == equal
         assert (layout_identity(bare, layout_costs) == layout_identity(sharded, layout_costs)) == equal
-    monkeypatch.setattr(layout_costs, "_solutions", type(layout_costs._solutions)({}, {}, {}))
+    monkeypatch.setattr(layout_costs, "solving", SolvingProcesses())
     bare, sharded = (replace(bare, restriction=each) for each in ("uniform", "zero3"))
     assert layout_identity(bare, layout_costs) != layout_identity(
         sharded, layout_costs

@@ -14,7 +14,7 @@ from support.programs.searched import PROGRAMS, SECONDS, finished_search, two_by
 
 from distgraph.engine.commands.plan_search import SearchOptions, search
 from distgraph.engine.search_driver.run_search import plan_of_search
-from distgraph.engine.search_driver.worker_pool import available_processes, parallel_map
+from distgraph.engine.search_driver.worker_pool import BackgroundCall, available_processes, parallel_map
 from distgraph.errors import GraphError, InfeasibleError
 
 HERE = os.getpid()
@@ -112,6 +112,56 @@ def test_results_come_packed_from_other_processes_only() -> None:
 
 def test_more_items_than_a_pipe_holds() -> None:
     assert parallel_map(lambda n: -n, range(10_003), 2) == [-n for n in range(10_003)]
+
+
+def test_a_call_in_the_background_gives_its_result() -> None:
+    before = {"seen": 5}
+    call = BackgroundCall(lambda: (before["seen"] * 3, os.getpid() == HERE))
+    assert call.result() == (15, False)
+    assert not active_children()
+
+
+def test_a_call_in_the_background_runs_until_its_result_is_there() -> None:
+    there, here = os.pipe()
+    call = BackgroundCall(lambda: os.read(there, 1))
+    assert call.running
+    os.write(here, b".")
+    assert call.result() == b"."
+    os.close(there)
+    os.close(here)
+
+
+@pytest.mark.parametrize("failure", ["raises", "killed", "cannot be pickled"])
+def test_a_call_in_the_background_may_come_to_nothing(failure: str) -> None:
+    def work() -> object:
+        if failure == "raises":
+            raise InfeasibleError("nothing fits")
+        if failure == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return lambda: None
+
+    assert BackgroundCall(work).result() is None
+    assert not active_children()
+
+
+def test_a_call_in_the_background_is_given_up() -> None:
+    call = BackgroundCall(lambda: time.sleep(600))
+    assert call.running
+    call.end()
+    assert not active_children()
+
+
+def test_the_first_items_wait_for_no_worker() -> None:
+    alone = iter([True, True, False])
+
+    def work(n: int) -> tuple[int, bool]:
+        time.sleep(0.05)
+        return n, os.getpid() == HERE
+
+    found = parallel_map(work, range(8), 2, lambda: next(alone))
+    assert [n for n, _ in found] == list(range(8))
+    assert [here for _, here in found[:3]] == [True, True, True]
+    assert not all(here for _, here in found)
 
 
 def test_ranks_of_a_job_search_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from distgraph.engine.search_driver.candidate import (
     BuiltCandidate,
@@ -26,8 +26,10 @@ from distgraph.ir.graph import Graph
 from distgraph.plan.plan_components import FrontPlan
 from distgraph.resources.units import format_bytes
 
-_FORK_SECONDS = 0.2
-"""A forecast that takes less is not worth a process of its own: forking one takes about as long."""
+Missing = TypeVar("Missing", None, str)
+
+FORK_SECONDS = 0.1
+"""A forecast that takes less is not worth a process of its own: forking one takes a fifth of that."""
 
 
 @dataclass(eq=False, slots=True)
@@ -133,9 +135,9 @@ def without_program(evaluation: Evaluation) -> Evaluation:
     return replace(evaluation, program=None)
 
 
-def without_program_if_any(evaluation: Evaluation | None) -> Evaluation | None:
+def without_program_if_any(evaluation: Missing | Evaluation) -> Missing | Evaluation:
     """`without_program` of an evaluation, if there is one."""
-    return None if evaluation is None else without_program(evaluation)
+    return without_program(evaluation) if isinstance(evaluation, Evaluation) else evaluation
 
 
 _NO_LESS = 1.001, 1.01
@@ -242,7 +244,17 @@ class Forecaster:
                 return None
             return evaluation if candidate is candidates[0] else without_program(evaluation)
 
-        return self.layout_costs.parallel_map(forecast, candidates, processes, pack=without_program_if_any)
+        return self.layout_costs.solving.parallel_map(
+            forecast, candidates, processes, pack=without_program_if_any
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsed:
+    """What a phase of the search evaluated in the background, and the seconds of the last evaluation."""
+
+    made: Mapping[object, Evaluation | str]
+    last_seconds: float
 
 
 @dataclass(eq=False)
@@ -264,12 +276,14 @@ class Evaluations:
     all: list[Evaluation] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
     _last_seconds: float = 0.0
-    _prefetched: dict[tuple[object, ...], Evaluation] = field(default_factory=dict)
+    _prefetched: dict[object, Evaluation | str] = field(default_factory=dict)
+    _made: dict[object, Evaluation | str] | None = None
+    _rehearsed: Callable[[], Rehearsed | None] | None = None
 
     @property
     def processes(self) -> int:
         """Processes that evaluate at the same time: one while an evaluation takes less than forking."""
-        return self.evaluator.processes if self._last_seconds > _FORK_SECONDS else 1
+        return self.evaluator.processes if self._last_seconds > FORK_SECONDS else 1
 
     @property
     def estimate_error(self) -> float | None:
@@ -311,13 +325,43 @@ class Evaluations:
 
     def evaluate(self, candidate: Candidate) -> Evaluation:
         """The evaluation of a candidate; one that was prefetched is handed out once."""
-        prefetched = self._prefetched.pop(_key(candidate), None)
-        if prefetched is not None:
-            return replace(prefetched, candidate=candidate)  # the estimate may be another one
+        evaluation = self.once(_key(candidate), lambda: self._evaluated(candidate))
+        assert isinstance(evaluation, Evaluation)
+        return replace(evaluation, candidate=candidate)  # the estimate may be another one
+
+    def _evaluated(self, candidate: Candidate) -> Evaluation:
         begin = time.monotonic()
         evaluation = self.evaluator.evaluate(candidate)
         self._last_seconds = time.monotonic() - begin
         return evaluation
+
+    def once(self, key: object, make: Callable[[], Evaluation | str]) -> Evaluation | str:
+        """What `make` returns, an evaluation or why there is none; what was prefetched is handed out once."""
+        if key not in self._prefetched and self._rehearsed is not None:
+            rehearsed, self._rehearsed = self._rehearsed(), None
+            if rehearsed is not None:
+                self._prefetched |= rehearsed.made
+                self._last_seconds = max(self._last_seconds, rehearsed.last_seconds)
+        made = self._prefetched.pop(key, None)
+        if made is None:
+            made = make()
+            if self._made is not None:
+                self._made[key] = made
+        return made
+
+    def rehearse(self, phase: Callable[[], Iterator[object]], layout_costs: LayoutCosts) -> None:
+        """Run a phase of the search in the background: what it evaluates is prefetched. Whoever evaluates
+        something else waits for that, too."""
+
+        def run() -> Rehearsed:
+            made = self._made = {}
+            for _ in phase():
+                pass
+            return Rehearsed(
+                {key: without_program_if_any(each) for key, each in made.items()}, self._last_seconds
+            )
+
+        self._rehearsed = layout_costs.solving.in_background(run)
 
     def prefetch(self, candidates: Sequence[Candidate]) -> None:
         """Evaluate at the same time what will probably be needed; nothing where there is one process."""

@@ -23,7 +23,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
-from typing import TypeVar
 
 import numpy as np
 
@@ -32,14 +31,15 @@ from distgraph.engine.compile.op_positions import layers_by_first_ops
 from distgraph.engine.search_driver.layout_variants import (
     LayoutQuery,
     Solutions,
+    SolvingProcesses,
     Variant,
     VariantKey,
     VariantKind,
 )
 from distgraph.engine.search_driver.search_space import Shape, devices_for, pools_of, shapes_of
-from distgraph.engine.search_driver.worker_pool import parallel_map
 from distgraph.errors import InfeasibleError
 from distgraph.ir.gc_pause import collector_paused
+from distgraph.passes.search.inter_op.schedule_costs import Border
 from distgraph.passes.search.inter_op.submesh_placement import Pool, SubMesh
 from distgraph.passes.search.intra_op.cost_model import CostModel
 from distgraph.passes.search.intra_op.decision_nodes import options_with_axes
@@ -61,14 +61,10 @@ MEMORY_MULTIPLIERS = (0.0, 0.3, 3.0)
 """Seconds that a rank's whole memory costs, in steps of the layouts that are fastest."""
 _REACH = 4
 """The ratio of two micro-batch counts up to which a choice is carried over from one to the other."""
-SERIAL_SECONDS = 0.3
-"""Seconds after which several processes take part: forking these takes about as long."""
+SERIAL_SECONDS = 0.1
+"""Seconds after which several processes take part: forking one takes a fifth of that."""
 _SMALLER = 1.02
 """A variant is one of its own where the one before needs this many times its memory."""
-
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 
 
 @dataclass(eq=False)
@@ -84,6 +80,10 @@ class LayoutCosts:
         runtime: what executes the plan in forecasts; None for distgraph.
         constraints: of the search.
         firsts: first op of each layer; None for the layers that `cluster_layers` finds.
+
+    Attributes:
+        solving: the processes, and what they have solved.
+        transfers: devices of two stages and bytes between them -> see `stage_search`.
     """
 
     request: CompileRequest
@@ -98,8 +98,9 @@ class LayoutCosts:
     _cost_models: dict[tuple[int, ...], CostModel] = field(default_factory=dict)
     _formulations: dict[object, Formulation] = field(default_factory=dict)
     _corresponding_ops: dict[object, Ints | None] = field(default_factory=dict)
-    _solutions: Solutions = field(default_factory=lambda: Solutions({}, {}, {}))
     _solved_separately: set[object] = field(default_factory=set)
+    solving: SolvingProcesses = field(default_factory=SolvingProcesses)
+    transfers: dict[object, tuple[float, Border]] = field(default_factory=dict)
 
     def for_cluster(self, cluster: Cluster) -> LayoutCosts:
         """Costs of the same program on another cluster of as many devices, with the same traces."""
@@ -115,30 +116,9 @@ class LayoutCosts:
             self._traces,
         )
 
-    def parallel_map(
-        self,
-        function: Callable[[Item], Result],
-        items: Sequence[Item],
-        processes: int,
-        *,
-        serial_seconds: float = 0.0,
-        pack: Callable[[Result], Result] = lambda result: result,
-    ) -> list[Result]:
-        """The results of `parallel_map`; what worker processes solve is added to the solutions here."""
-        sent = self._solutions.copy()
-
-        def with_solutions(result: tuple[Result, Solutions | None]) -> tuple[Result, Solutions | None]:
-            nonlocal sent
-            new, sent = self._solutions.since(sent), self._solutions.copy()
-            return pack(result[0]), new
-
-        results: list[tuple[Result, Solutions | None]] = parallel_map(
-            lambda item: (function(item), None), items, processes, serial_seconds, with_solutions
-        )
-        for _, solutions in results:
-            if solutions is not None:
-                self._solutions.add(solutions)
-        return [result for result, _ in results]
+    @property
+    def _solutions(self) -> Solutions:
+        return self.solving.solutions
 
     def layered_graph(self, micro_batches: int, recompute: Sequence[int] = ()) -> LayeredGraph:
         """The serial graph for a micro-batch count, with some layers recomputed."""
@@ -366,7 +346,7 @@ class LayoutCosts:
 
         if self.processes > 1:
             missing[1:] = sorted(missing[1:], key=lambda of_shape: -len(of_shape[0][2].axes))
-        self.parallel_map(make, missing, self.processes, serial_seconds=SERIAL_SECONDS)
+        self.solving.parallel_map(make, missing, self.processes, serial_seconds=SERIAL_SECONDS)
 
     def variants(
         self, micro_batches: int, submesh: SubMesh, shape: Shape, restriction: Restriction

@@ -1,19 +1,25 @@
 """What layouts are solved for, and what is made of the solutions: costs by layer, in a few variants a shape.
 
-*In:* nothing: data only. *Out:* `LayoutQuery`, `Variant`, `Solutions`. *Invariant:* what passes between
-processes is small, but took long to find.
+*In:* nothing, or a function that solves. *Out:* `LayoutQuery`, `Variant`, `Solutions`; `SolvingProcesses`, in
+which several processes find them. *Invariant:* what passes between processes is small, but took long to find.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
 
 from distgraph.engine.search_driver.search_space import Shape
+from distgraph.engine.search_driver.worker_pool import BackgroundCall, parallel_map
 from distgraph.passes.search.inter_op.submesh_placement import SubMesh
 from distgraph.passes.search.intra_op.chosen_layouts import Profile
 from distgraph.passes.search.intra_op.memory_limit import MemoryLimit
 from distgraph.passes.search.intra_op.restrictions import Restriction
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,3 +103,95 @@ class Solutions:
         self.variants.update(more.variants)
         for key, counts in more.bases.items():
             self.bases.setdefault(key, {}).update(counts)
+
+
+@dataclass(eq=False)
+class SolvingProcesses:
+    """Processes that solve at the same time.
+
+    Attributes:
+        solutions: of all of them.
+    """
+
+    solutions: Solutions = field(default_factory=lambda: Solutions({}, {}, {}))
+    _background: BackgroundCall[Any] | None = None
+    _in_map: bool = False
+    _item_seconds: float = 0.0
+
+    def parallel_map(
+        self,
+        function: Callable[[Item], Result],
+        items: Sequence[Item],
+        processes: int,
+        *,
+        serial_seconds: float = 0.0,
+        pack: Callable[[Result], Result] = lambda result: result,
+    ) -> list[Result]:
+        """The results of `worker_pool.parallel_map`; what worker processes solve is added to the solutions.
+
+        The calling process is alone for the first `serial_seconds`, as all items may take less time than
+        forking, unless those of the last map took longer; within another map; and as long as a call in the
+        background has the last process.
+        """
+        if self._in_map:
+            return [function(item) for item in items]
+        sent, begin = self.solutions.copy(), time.monotonic()
+        end = begin + serial_seconds if self._item_seconds * len(items) < serial_seconds else begin
+
+        def alone() -> bool:
+            return time.monotonic() < end or (processes == 2 and self._background_runs)
+
+        def computed(item: Item) -> tuple[Result, Solutions | None]:
+            begin = time.monotonic()
+            result = function(item)
+            if serial_seconds:
+                self._item_seconds = time.monotonic() - begin
+            return result, None
+
+        def with_solutions(result: tuple[Result, Solutions | None]) -> tuple[Result, Solutions | None]:
+            nonlocal sent
+            new, sent = self.solutions.since(sent), self.solutions.copy()
+            return pack(result[0]), new
+
+        self._in_map = True
+        try:
+            results: list[tuple[Result, Solutions | None]] = parallel_map(
+                computed,
+                items,
+                max(min(processes, 2), processes - self._background_runs),
+                alone,
+                with_solutions,
+            )
+        finally:
+            self._in_map = False
+        for _, solutions in results:
+            if solutions is not None:
+                self.solutions.add(solutions)
+        return [result for result, _ in results]
+
+    @property
+    def _background_runs(self) -> bool:
+        return self._background is not None and self._background.running
+
+    def in_background(self, function: Callable[[], Result]) -> Callable[[], Result | None]:
+        """Begin a call in the background, and give up the one before. The function that is returned waits for
+        the result, which is None where there is none, and adds the choices that the call has solved."""
+        self.end_background()
+        before = self.solutions.copy()
+        call = self._background = BackgroundCall(lambda: (function(), self.solutions.since(before).choices))
+
+        def wait() -> Result | None:
+            made: tuple[Result, dict[object, tuple[tuple[int, ...], float]]] | None = call.result()
+            self._background = None
+            if made is None:
+                return None
+            self.solutions.choices.update(made[1])
+            return made[0]
+
+        return wait
+
+    def end_background(self) -> None:
+        """Give up the call in the background, if any."""
+        if self._background is not None:
+            self._background.end()
+            self._background = None

@@ -115,8 +115,10 @@ def evaluate_substituted_schedules(state: SearchState) -> Iterator[Event]:
 def _foremost_under(state: SearchState, schedules: Iterable[str]) -> Iterator[Candidate]:
     """The few best pipelines by estimate under each of some schedules that were not evaluated yet."""
     evaluated = {each.candidate.decisions for each in state.evaluations.all if each.candidate}
-    for schedule in schedules:
-        foremost = sorted(_under(state, schedule), key=lambda candidate: candidate.estimate)
+    for candidates in state.layout_costs.solving.parallel_map(
+        lambda schedule: list(_under(state, schedule)), tuple(schedules), state.evaluations.processes
+    ):
+        foremost = sorted(candidates, key=lambda candidate: candidate.estimate)
         unique = {each.decisions: each for each in foremost if each.decisions not in evaluated}
         yield from list(unique.values())[:FORECASTS]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 from distgraph.engine.search_driver.baselines.data_parallel_zero import evaluate_data_parallel_zero
 from distgraph.engine.search_driver.candidate import Candidate
@@ -35,14 +36,24 @@ def search_micro_batch_counts(state: SearchState) -> Iterator[Event]:
     pipelines, counts = state.pipelines, state.pipelines.counts
     longest = min(len(state.layout_costs.devices), len(state.layout_costs.layered_graph(counts[-1]).layers))
     tried: set[int] = set()
+    first, zero_begun = None, False
     for count in counts_to_try(counts, longest, pipelines.best, state.expired):
         tried.add(count)
         yield from _try_count(state, count)
-        pipeline = pipelines.best.get(count)
-        if pipeline is not None and state.best is None:  # so that there is an answer early
-            yield from _evaluate_promising(state, pipeline)
-        if state.best is not None:  # early, so that pipelines which are much slower are left out
-            yield from evaluate_data_parallel_zero(state)
+        if first is not None:
+            yield from _evaluate_promising(state, [first])
+        first = pipelines.best.get(count) if state.best is None else None  # so that there is an answer early
+        if first is not None and not state.rehearse(partial(_evaluate_promising, state, [first])):
+            yield from _evaluate_promising(state, [first])
+            first = None
+        if state.best is not None and not zero_begun:
+            zero_begun = True
+            if not state.rehearse(partial(evaluate_data_parallel_zero, state)):
+                yield from evaluate_data_parallel_zero(state)
+    if first is not None:
+        yield from _evaluate_promising(state, [first])
+    if state.best is not None:  # so that pipelines which are much slower are left out
+        yield from evaluate_data_parallel_zero(state)
     yield from _evaluate_best(state, pipelines.best.values())
     if pipelines.best and not state.expired():
         yield from _try_fewest(state, counts[-1], tried)
@@ -128,16 +139,44 @@ def _evaluate_best(state: SearchState, pipelines: Iterable[Candidate]) -> Iterat
         if not _is_much_slower(state, pipeline)
         for single in state.pipelines.of_single_sizes(pipeline)
     )
-    state.evaluations.prefetch([each for each in best if _is_promising(state, each)])
-    for pipeline in best:
-        yield from _evaluate_promising(state, pipeline)
+    yield from _evaluate_promising(state, best)
 
 
-def _evaluate_promising(state: SearchState, pipeline: Candidate) -> Iterator[Event]:
-    """Forecast a pipeline that may be better than the best, once."""
-    if _is_promising(state, pipeline):
-        state.evaluated.add(pipeline.decisions)
-        yield from _evaluate(state, pipeline)
+def _evaluate_promising(state: SearchState, pipelines: Sequence[Candidate]) -> Iterator[Event]:
+    """Forecast the pipelines that may be better than the best, each once; those that do not fit are searched
+    again with less memory."""
+    waiting = [(pipeline, 1.0) for pipeline in pipelines]
+    for attempt in range(_RETRIES + 1):
+        state.evaluations.prefetch([pipeline for pipeline, _ in waiting if _is_promising(state, pipeline)])
+        unfit: list[tuple[Candidate, float, float]] = []
+        for pipeline, slack in waiting:
+            if _is_promising(state, pipeline):
+                state.evaluated.add(pipeline.decisions)
+                evaluation = state.evaluations.evaluate(pipeline)
+                yield state.record(evaluation)
+                if not evaluation.fits:
+                    unfit.append((pipeline, slack, evaluation.memory_ratio))
+        waiting.clear()
+        for pipeline, slack, ratio in unfit if attempt < _RETRIES else ():
+            if state.expired() and state.best is not None:
+                return
+            yield Event(f"stages, {pipeline.micro_batches} micro-batches, with less memory")
+            waiting += _with_less_memory(state, pipeline, slack, ratio)
+
+
+def _with_less_memory(
+    state: SearchState, pipeline: Candidate, slack: float, ratio: float
+) -> list[tuple[Candidate, float]]:
+    """Another pipeline for the micro-batch count and the schedule of one that needs `ratio` times the memory,
+    with the share of the memory that it may need by the estimate; none where there is no other."""
+    for _ in range(_TIGHTER):  # the estimate may say of the same pipeline that it needs less
+        slack /= ratio * 1.01
+        smaller = state.pipelines.best_for(pipeline.micro_batches, slack, (pipeline.schedule,), pipeline)
+        if smaller is None:
+            return []
+        if smaller.decisions != pipeline.decisions:
+            return [(smaller, slack)]
+    return []
 
 
 def _is_promising(state: SearchState, pipeline: Candidate) -> bool:
@@ -154,27 +193,6 @@ def _comes_too_late(state: SearchState, pipeline: Candidate) -> bool:
 
 def _is_much_slower(state: SearchState, pipeline: Candidate) -> bool:
     return state.best is not None and pipeline.estimate > SLOWER * state.best.seconds
-
-
-def _evaluate(state: SearchState, pipeline: Candidate) -> Iterator[Event]:
-    """Forecast a pipeline; where it does not fit, search again with less memory."""
-    slack = 1.0
-    for _ in range(_RETRIES + 1):
-        evaluation = state.evaluations.evaluate(pipeline)
-        yield state.record(evaluation)
-        if evaluation.fits or (state.expired() and state.best is not None):
-            return
-        yield Event(f"stages, {pipeline.micro_batches} micro-batches, with less memory")
-        smaller: Candidate | None = pipeline
-        for _ in range(_TIGHTER):  # the estimate may say of the same pipeline that it needs less
-            slack /= evaluation.memory_ratio * 1.01
-            schedules = (pipeline.schedule,)
-            smaller = state.pipelines.best_for(pipeline.micro_batches, slack, schedules, pipeline)
-            if smaller is None or smaller.decisions != pipeline.decisions:
-                break
-        if smaller is None or smaller.decisions == pipeline.decisions:
-            return
-        pipeline = smaller
 
 
 def _compare(state: SearchState, pipeline: Candidate, late: bool) -> Iterator[Event]:

@@ -300,7 +300,7 @@ class PipelineSearch:
             except InfeasibleError:
                 return None
 
-        pipelines = costs.parallel_map(best, problems, costs.processes, serial_seconds=SERIAL_SECONDS)
+        pipelines = costs.solving.parallel_map(best, problems, costs.processes, serial_seconds=SERIAL_SECONDS)
         for (_, schedule, hidden), pipeline in zip(problems, pipelines, strict=True):
             if pipeline is not None:
                 least = self._objectives.get((schedule, hidden), math.inf)

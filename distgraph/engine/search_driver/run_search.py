@@ -111,7 +111,10 @@ def run_search(state: SearchState) -> Iterator[Event]:
 def search_everything(state: SearchState) -> Iterator[Event]:
     """Layouts, stages and all other decisions, on meshes that the search makes."""
     yield from evaluate_single_devices(state)
-    yield from search_micro_batch_counts(state)
+    try:
+        yield from search_micro_batch_counts(state)
+    finally:
+        state.layout_costs.solving.end_background()
     yield from evaluate_single_pools(state)
     yield from evaluate_uniform_and_recursive(state)
     yield from evaluate_mesh2d_where_it_gains(state)

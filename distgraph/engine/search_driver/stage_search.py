@@ -267,6 +267,19 @@ def _link_seconds(layout_costs: LayoutCosts, devices: Sequence[tuple[int, ...]],
     return there, back
 
 
+def _transfer(
+    layout_costs: LayoutCosts, before: tuple[int, ...], behind: tuple[int, ...], nbytes: float
+) -> tuple[float, Border]:
+    """Seconds of the transfer of one micro-batch one way, of `nbytes` there and back, and seconds for which
+    it occupies links."""
+    key = before, behind, nbytes
+    if key not in layout_costs.transfers:
+        devices = before, behind
+        seconds = float(_message_seconds(layout_costs, devices, np.array([nbytes / 2]))[0])
+        layout_costs.transfers[key] = seconds, _link_seconds(layout_costs, devices, nbytes / 2)
+    return layout_costs.transfers[key]
+
+
 @dataclass(frozen=True, slots=True)
 class PipelineEstimate:
     """What a candidate takes by the costs of its layers.
@@ -289,15 +302,11 @@ def pipeline_estimate(layout_costs: LayoutCosts, candidate: Candidate) -> Pipeli
     policy = schedule_policy(candidate.schedule)
     parts = [_stage_parts(layout_costs, candidate, position) for position in range(len(stages))]
     crossing = layout_costs.layered_graph(m).crossing
-    transfer = [
-        float(_message_seconds(layout_costs, (a.devices, b.devices), crossing[a.stop - 1 : a.stop] / 2)[0])
-        for a, b in pairwise(stages)
+    transfers = [
+        _transfer(layout_costs, a.devices, b.devices, crossing[a.stop - 1]) for a, b in pairwise(stages)
     ]
     forward, backward, step, memory = zip(*parts, strict=True)
-    links = [
-        _link_seconds(layout_costs, (a.devices, b.devices), crossing[a.stop - 1] / 2)
-        for a, b in pairwise(stages)
-    ]
+    transfer, links = zip(*transfers, strict=True) if transfers else ((), ())
     seconds = simulated_makespan(policy, forward, backward, m, transfer, step, links)
     return PipelineEstimate(seconds, max(memory))
 

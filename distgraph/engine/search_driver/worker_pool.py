@@ -1,8 +1,10 @@
-"""A parallel map over the cores of this machine, for functions that use what this process has made so far.
+"""Work in several processes, for functions that use what this process has made so far: a parallel map over
+the cores of this machine, and a call in the background.
 
 *In:* a function and items. *Out:* its results, in the order of the items. *Invariant:* the results are those
 of a plain loop. An exception of one item is raised in the calling process; an item whose worker process was
-killed, or whose result cannot be pickled, is computed in the calling process.
+killed, or whose result cannot be pickled, is computed in the calling process. The calling process goes on
+during a `BackgroundCall`, which may come to nothing.
 
 The worker processes belong to a `concurrent.futures.ProcessPoolExecutor` that forks them for one call of
 `parallel_map`. A forked process shares traces, formulations and solved problems with the process that called,
@@ -18,17 +20,17 @@ import pickle
 import signal
 import sys
 import threading
-import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from importlib import import_module
 from multiprocessing import active_children, current_process, get_context, parent_process
-from typing import Any, TypeVar
+from multiprocessing.connection import Connection
+from typing import Any, Generic, TypeVar
 
 from distgraph.kernels._jit import has_numba
 from distgraph.runtime.job.job_files import ranks_of_job
@@ -51,7 +53,7 @@ def parallel_map(
     function: Callable[[Item], Result],
     items: Sequence[Item],
     processes: int,
-    serial_seconds: float = 0.0,
+    alone: Callable[[], bool] = lambda: False,
     pack: Callable[[Result], Result] = lambda result: result,
 ) -> list[Result]:
     """`[function(item) for item in items]`, computed in several processes.
@@ -60,13 +62,12 @@ def parallel_map(
         function: may be a closure; what it raises can be pickled.
         items: a process that is free takes the next one.
         processes: the calling process and its workers; with one, or for one item, there are no workers.
-        serial_seconds: seconds to compute without workers first, where all items may take less time than
-            forking a process.
+        alone: whether the calling process computes the next item without workers; once it does not, workers
+            take part to the end.
         pack: makes of a result of a worker process one that can be pickled.
     """
     results: dict[int, Result] = {}
-    end = time.monotonic() + serial_seconds
-    while len(results) < len(items) and time.monotonic() < end:
+    while len(results) < len(items) and alone():
         results[len(results)] = function(items[len(results)])
     rest = range(len(results), len(items))
     if processes > 1 and len(rest) > 1:
@@ -75,6 +76,53 @@ def parallel_map(
         if number not in results:
             results[number] = function(items[number])
     return [results[number] for number in range(len(items))]
+
+
+class BackgroundCall(Generic[Result]):
+    """A call of a function in a worker process, which begins at once.
+
+    Args:
+        function: may be a closure; it starts no processes of its own. Its result can be pickled.
+    """
+
+    def __init__(self, function: Callable[[], Result]) -> None:
+        _import_before_forking()
+        context = get_context("fork")
+        self._results, there = context.Pipe(duplex=False)
+        arguments = function, self._results, there
+        self._process = context.Process(target=_call_in_worker, args=arguments, daemon=True)
+        with _without_fork_warnings():
+            self._process.start()
+        there.close()  # so that the pipe ends with the worker process
+
+    @property
+    def running(self) -> bool:
+        """Whether the worker process still computes."""
+        return self._process.is_alive() and not self._results.poll()
+
+    def result(self) -> Result | None:
+        """What the function returned; waits for it. None where it raised an exception, or the worker process
+        was killed. To be called once."""
+        try:
+            return pickle.loads(self._results.recv_bytes())  # type: ignore[no-any-return]
+        except EOFError:
+            return None
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        """Kill the worker process, if it still runs, and let go of it."""
+        self._process.kill()
+        self._process.join()
+        self._results.close()
+
+
+def _call_in_worker(function: Callable[[], Result], here: Connection, there: Connection) -> None:
+    """Send the result of a function; nothing where it raises an exception."""
+    here.close()
+    _start_worker()
+    with suppress(Exception):
+        there.send_bytes(pickle.dumps(function()))
 
 
 def _map_with_workers(
@@ -182,11 +230,9 @@ class _Queue:
 def _workers(compute: Callable[[int], bytes | None], count: int) -> Iterator[ProcessPoolExecutor]:
     """A pool of forked processes that know a function; all have ended behind, at once after an exception."""
     others = set(active_children())
-    with ProcessPoolExecutor(count, get_context("fork"), _start_worker, (compute,)) as pool:
+    with ProcessPoolExecutor(count, get_context("fork"), _start_pool_worker, (compute,)) as pool:
         try:
-            with warnings.catch_warnings():  # other threads (a progress bar) hold no lock that workers need
-                warnings.simplefilter("ignore", DeprecationWarning)
-                warnings.filterwarnings("ignore", r"os\.fork\(\) was called.*JAX", RuntimeWarning)
+            with _without_fork_warnings():
                 pool.submit(_compute_in_worker, None)  # forks all of them
             yield pool
         except BaseException:
@@ -195,15 +241,28 @@ def _workers(compute: Callable[[int], bytes | None], count: int) -> Iterator[Pro
             raise
 
 
+@contextmanager
+def _without_fork_warnings() -> Iterator[None]:
+    """Other threads (a progress bar) hold no lock that worker processes need."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.filterwarnings("ignore", r"os\.fork\(\) was called.*JAX", RuntimeWarning)
+        yield
+
+
 _COMPUTE: ContextVar[Callable[[int], bytes | None]] = ContextVar("distgraph_worker_compute")
 """The function of a worker process; set when the process starts."""
 
 
-def _start_worker(compute: Callable[[int], bytes | None]) -> None:
+def _start_pool_worker(compute: Callable[[int], bytes | None]) -> None:
+    _start_worker()
+    _COMPUTE.set(compute)
+
+
+def _start_worker() -> None:
     """Begin a worker process: Ctrl-C is for the calling process, with which this one ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_caller, daemon=True).start()
-    _COMPUTE.set(compute)
 
 
 def _end_with_caller() -> None:

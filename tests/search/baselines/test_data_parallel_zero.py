@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -117,36 +117,32 @@ def test_recomputed_layers_compete_with_more_micro_batches() -> None:
 
 
 @pytest.mark.parametrize("fits", [True, False])
-def test_programs_without_and_with_recomputation_are_built_at_the_same_time(
-    fits: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where one micro-batch alone leaves every device a sample, and is certain not to fit without
-    recomputation: with the same outcome."""
+def test_what_was_rehearsed_is_not_built_again(fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without and with recomputation, where one micro-batch alone leaves every device a sample: with the same
+    outcome."""
     program = replace(PROGRAM, batch=4)
-    everything = tuple(range(1, LAYERS + 1))
-    needed = bytes_needed(2, everything)  # as much as one micro-batch of half the samples
+    needed = bytes_needed(2, tuple(range(1, LAYERS + 1)))  # as much as one micro-batch of half the samples
     cluster = two_by_two(memory=f"{needed + 1 if fits else needed // 2} B")
-    monkeypatch.setattr(data_parallel_zero, "least_bytes", lambda fold, devices: math.inf)
-    outcomes, together = [], []
-    for processes in (1, 2):
-        state = SearchState(program.compile_request(), cluster, "auto", SECONDS, processes=processes)
-        state.evaluations._last_seconds = math.inf
-        run = state.layout_costs.parallel_map
+    outcomes, built = [], []
+    build = data_parallel_zero.data_parallel
 
-        def parallel_map(
-            function: Any, items: Any, processes: int, run: Any = run, **options: Any
-        ) -> list[Any]:
-            together.append(len(items))
-            return list(run(function, items, processes, **options))
+    def counted(*args: Any, **given: Any) -> Any:
+        built.append(given["decisions"])
+        return build(*args, **given)
 
-        monkeypatch.setattr(state.layout_costs, "parallel_map", parallel_map)
+    monkeypatch.setattr(data_parallel_zero, "data_parallel", counted)
+    for rehearsed in (False, True):
+        state = SearchState(program.compile_request(), cluster, "auto", SECONDS, processes=2)
+        if rehearsed:
+            assert state.rehearse(partial(evaluate_data_parallel_zero, state))
+            built.clear()
         programs = evaluated(state)
+        assert bool(built) != rehearsed
         outcomes.append([(each.seconds, each.memory, recomputed(each)) for each in programs])
         outcomes[-1].append((state.evaluations.baselines, 0, 0))
         assert (state.best is not None) == fits
         assert all(each.built(state.layout_costs).seconds == each.seconds for each in programs)
     assert outcomes[0] == outcomes[1]
-    assert together == [2]
 
 
 def test_given_layers_stay(tight: int) -> None:
@@ -164,7 +160,7 @@ def test_work_is_a_share_of_the_seconds_of_the_search(
     state.expired = lambda: False
     ops = len(state.layout_costs.layered_graph(1).graph.ops)
     each = data_parallel_zero._SHARE * SECONDS / (ops * affordable)
-    monkeypatch.setattr(data_parallel_zero, "_SECONDS_PER_OP", each)
+    monkeypatch.setattr(data_parallel_zero, "SECONDS_PER_OP", each)
     programs = evaluated(state)
     assert len(programs) <= affordable
     assert any(program.fits for program in programs) is complete

@@ -141,7 +141,9 @@ def evaluate_zero(state: SearchState) -> Iterator[Event]:
     for evaluation in [best, *starts] if best is not None else starts:
         if evaluation.candidate is None or state.expired():
             continue
-        split = split_by_data_axes(evaluation.completed(layout_costs))
+        split = evaluation.split
+        if split is None:
+            split = split_by_data_axes(evaluation.completed(layout_costs))
         candidate = replace(evaluation.candidate, origin="search")
         candidates = [replace(candidate, zero=n) for n in levels if split >= _NEEDED_SPLIT[n]]
         state.evaluations.prefetch(candidates)
@@ -193,7 +195,11 @@ def evaluate_rings(state: SearchState) -> Iterator[Event]:
     unfit = [e for e in state.evaluations.all if e.candidate and not e.fits and e.seconds < _seconds(state)]
     best = [] if state.best is None else [state.best]
     for evaluation in [*best, *sorted(unfit, key=lambda e: e.memory_ratio)[:FORECASTS]]:
-        if may_have_rings(evaluation.completed(layout_costs)):
+        best_one = evaluation is state.best  # which is built for its plan in any case
+        completed = (
+            evaluation.built(layout_costs).completed if best_one else evaluation.completed(layout_costs)
+        )
+        if may_have_rings(completed):
             program = with_rings(evaluation.built(layout_costs), layout_costs)
             if evaluation is not state.best:
                 evaluation.release()
@@ -311,7 +317,7 @@ def evaluate_uniform_and_recursive(state: SearchState) -> Iterator[Event]:
     jobs: list[Callable[[], Evaluation | str]] = [partial(_double_recursion, state)]  # in this process
     jobs += [each.evaluate for each in pipelines]
     processes = state.evaluations.processes
-    recursive, *uniform = state.layout_costs.parallel_map(lambda job: job(), jobs, processes)
+    recursive, *uniform = state.layout_costs.solving.parallel_map(lambda job: job(), jobs, processes)
     for evaluation, equal in zip(uniform, pipelines, strict=True):
         assert isinstance(evaluation, Evaluation)
         yield from equal.record(evaluation)
@@ -387,7 +393,7 @@ def _best_uniform(
                 return []
             shapes = dict.fromkeys((each.submesh, each.free) for each in pipelines_of(costs, count))
             costs.prepare_variants(count, list(shapes), "none", ("fastest",))
-    pipelines = costs.parallel_map(best, allowed, state.evaluations.processes)
+    pipelines = costs.solving.parallel_map(best, allowed, state.evaluations.processes)
     if state.expired():
         return []
     given = f", with {state.constraints}" if state.constraints.given() else ""

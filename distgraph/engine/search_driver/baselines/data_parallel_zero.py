@@ -9,8 +9,7 @@ levels send less, and are forecast where what they hold besides may fit. Numbers
 fit are tried with equal layers recomputed, if they would be faster than the best program: two forecasts, with
 none and with all of these layers, give the seconds that a layer adds and the bytes that it saves. From these
 follow how many layers each number of micro-batches needs, and the seconds of a step. Those with the best
-estimates are built, and corrected by their forecasts. The first two programs are built at the same time where
-the one without recomputation is certain not to fit.
+estimates are built, and corrected by their forecasts.
 
 No program is built that takes longer than the best one for its messages alone.
 
@@ -22,25 +21,19 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from distgraph.engine.search_driver.candidate import BuiltCandidate
-from distgraph.engine.search_driver.evaluations import Evaluation, evaluation_of, without_program
+from distgraph.engine.search_driver.evaluations import Evaluation, evaluation_of
 from distgraph.engine.search_driver.fixed_mesh_search import data_parallel
 from distgraph.engine.search_driver.layout_costs import LayoutCosts
-from distgraph.engine.search_driver.lower_bound import least_bytes
-from distgraph.engine.search_driver.search_state import FORECASTS, Event, SearchState
-from distgraph.errors import DistGraphError
+from distgraph.engine.search_driver.search_state import FORECASTS, SECONDS_PER_OP, Event, SearchState
 from distgraph.passes.search.layering.layered_graph import LayeredGraph
 from distgraph.plan.decisions import Decisions
 
 _SHARE = 1 / 3
 """Of the seconds of a search that these programs may take, once there is a program that fits."""
-_SECONDS_PER_OP = 3e-4
-"""To trace, complete, build and forecast a program, for each op of its serial graph: measured for a Llama of
-32 layers on 64 devices (2.1 CPU seconds for 6,760 ops)."""
 _NARROWEST = 2
 """Bytes of an element of a parameter or gradient that is sent, at least: it may be cast before."""
 _CORRECTIONS = 3
@@ -92,7 +85,6 @@ def _levels(programs: _Programs, levels: Sequence[int]) -> Iterator[Event]:
         for level in dict.fromkeys((levels[0], levels[-1])):
             yield from programs.with_fewest_micro_batches(level)
         return
-    programs.prefetch(levels[-1])
     highest = yield from programs.with_fewest_micro_batches(levels[-1])
     if highest is None:
         return
@@ -130,28 +122,6 @@ class _Programs:
     devices: tuple[int, ...]
     built_ops: _BuiltOps
     plain: dict[int, Evaluation] = field(default_factory=dict)
-    _prefetched: dict[Decisions, Evaluation | str] = field(default_factory=dict)
-
-    def prefetch(self, level: int) -> None:
-        """Build at the same time the programs of a level without and with recomputation, where the first one
-        is certain not to fit and no others come between them; nothing where there is one process. The second
-        one may turn out not to be needed, or to exceed the share of the work together with the first."""
-        start, layout_costs = replace(self.state.constraints.start, zero=level), self.state.layout_costs
-        more = [n for n in self.state.pipelines.counts if n > start.micro_batches and self.has_samples(n)]
-        processes, layered = self.state.evaluations.processes, self._layered(start)
-        memory = min(layout_costs.cluster.devices[device].memory for device in self.devices)
-        if processes < 2 or more or self.state.constraints.given():
-            return
-        if not self.has_samples(start.micro_batches):
-            return
-        if least_bytes(layered.fold, len(self.devices)) <= memory:
-            return
-        both = [start, replace(start, recompute=_equal_layers(layered))]
-        if any(self._not_built(decisions) for decisions in both):
-            return
-        with suppress(DistGraphError):  # which the program that has it raises when its turn comes
-            made = layout_costs.parallel_map(self._made, both, processes, pack=_without_program)
-            self._prefetched |= zip(both, made, strict=True)
 
     def _made(self, decisions: Decisions) -> Evaluation | str:
         """The evaluation of a program, or why there is none."""
@@ -166,7 +136,6 @@ class _Programs:
         """Programs of a level with more micro-batches until one fits, or each device has one sample; the last
         one."""
         start, last = self.state.constraints.start, None
-        counts = [n for n in sorted(self.state.pipelines.counts) if self.has_samples(n)]
         decisions = replace(start, zero=level)
         self.plain = {}
         for _ in range(FORECASTS):
@@ -174,8 +143,11 @@ class _Programs:
             if evaluation is None:
                 break
             last = self.plain[decisions.micro_batches] = evaluation
-            more = [n for n in counts if n > decisions.micro_batches]
-            if evaluation.fits or not more or self.state.expired():
+            if evaluation.fits or self.state.expired():
+                break
+            counts = sorted(n for n in self.state.pipelines.counts if n > decisions.micro_batches)
+            more = [n for n in counts if self.has_samples(n)]
+            if not more:
                 break
             needed = decisions.micro_batches * evaluation.memory_ratio
             decisions = replace(decisions, micro_batches=next((n for n in more if n >= needed), more[-1]))
@@ -251,7 +223,7 @@ class _Programs:
             state.evaluations.baselines.setdefault(name, reason)
             return None
         yield Event(name)
-        evaluation = self._prefetched.pop(decisions, None) or self._made(decisions)
+        evaluation = state.evaluations.once((name, decisions), partial(self._made, decisions))
         if isinstance(evaluation, str):
             state.evaluations.baselines.setdefault(name, evaluation)
             return None
@@ -267,7 +239,7 @@ class _Programs:
         if _message_seconds(state, self.devices, decisions) > state.best.seconds:
             return "left out: messages alone take longer than the best program"
         ops = self.built_ops.count + len(self._layered(decisions).graph.ops)
-        if ops * _SECONDS_PER_OP > _SHARE * state.seconds:
+        if ops * SECONDS_PER_OP > _SHARE * state.seconds:
             return f"left out: there is no time for it in {state.seconds:g} s"
         return ""
 
@@ -284,10 +256,6 @@ def _built(
     layout_costs: LayoutCosts, *, devices: tuple[int, ...], decisions: Decisions, name: str
 ) -> BuiltCandidate | str:
     return data_parallel(layout_costs, devices, name, decisions=decisions)
-
-
-def _without_program(made: Evaluation | str) -> Evaluation | str:
-    return made if isinstance(made, str) else without_program(made)
 
 
 def _equal_layers(layered: LayeredGraph) -> tuple[int, ...]:

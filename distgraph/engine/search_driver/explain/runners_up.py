@@ -163,14 +163,14 @@ class Explainer:
 
     def _runners_up(self, best: BuiltCandidate, storages: Sequence[ParameterStorage]) -> dict[str, RunnerUp]:
         """Forecasts of the next runners-up, as many as processes work together."""
-        processes = self.evaluations.processes
+        processes, solving = self.evaluations.processes, self.layout_costs.solving
         first = storages[:processes]
 
         def forecast(storage: ParameterStorage) -> RunnerUp:
             other = runner_up(best, storage, self.layout_costs)
             return other if storage is first[0] else other.without_program()
 
-        others = self.layout_costs.parallel_map(forecast, first, processes, pack=RunnerUp.without_program)
+        others = solving.parallel_map(forecast, first, processes, pack=RunnerUp.without_program)
         return {storage.name: other for storage, other in zip(first, others, strict=True)}
 
     def _of_decisions(self, best: BuiltCandidate) -> Generator[str | Evaluation, None, BuiltCandidate | None]:
@@ -203,7 +203,7 @@ class Explainer:
             evaluation = None if other is None else evaluation_of(other)
             return evaluation if choice is choices[0] else without_program_if_any(evaluation)
 
-        return self.layout_costs.parallel_map(
+        return self.layout_costs.solving.parallel_map(
             forecast, choices, self.evaluations.processes, pack=without_program_if_any
         )
 
@@ -265,7 +265,7 @@ class Explainer:
         def forecast(change: Change | None) -> Plan | Changed | None:
             return self.plan_of(best) if change is None else changed(best, change, self.layout_costs)
 
-        _, *programs = self.layout_costs.parallel_map(
+        _, *programs = self.layout_costs.solving.parallel_map(
             forecast, [None, *few], self.evaluations.processes, pack=_without_program
         )
         plan = self.plan_of(best)
