@@ -142,7 +142,7 @@ def test_no_more_is_evaluated_ahead_than_local_search_takes(monkeypatch: pytest.
     evaluator = Constant(best_border=3, processes=2)
     monkeypatch.setattr(local_search_module, "_MOST_OPS", 1)
     state = SearchState(CHAIN.compile_request(), two_by_two(), "auto", SECONDS, evaluator=evaluator)
-    state.evaluations._last_seconds = math.inf
+    state.evaluations._most_seconds = math.inf
     stages = (StageChoice(0, 2, (0, 1), TWO), StageChoice(2, 5, (2, 3), TWO))
     start = evaluator.evaluate(Candidate("search", stages, "none", 1.0, micro_batches=2))
     state.record(replace(start, ops=1))
@@ -153,7 +153,7 @@ def test_no_more_is_evaluated_ahead_than_local_search_takes(monkeypatch: pytest.
 def test_a_prefetched_evaluation_belongs_to_the_candidate_that_is_evaluated_later() -> None:
     """Its decisions are the same; the estimate may have changed meanwhile."""
     evaluator = ByBorder(best_border=2, processes=2)
-    evaluations = Evaluations(evaluator, _last_seconds=math.inf)
+    evaluations = Evaluations(evaluator, _most_seconds=math.inf)
     borders = [Candidate("search", (StageChoice(0, stop, (0, 1), TWO),), "none", 1.0) for stop in (1, 2)]
     evaluations.prefetch(borders)
     later = replace(borders[1], estimate=5.0)

@@ -13,7 +13,11 @@ import pytest
 from support.programs.searched import PROGRAMS, SECONDS, finished_search, two_by_two
 
 from distgraph.engine.commands.plan_search import SearchOptions, search
-from distgraph.engine.search_driver.run_search import plan_of_search
+from distgraph.engine.search_driver import search_state
+from distgraph.engine.search_driver.baselines import data_parallel_zero
+from distgraph.engine.search_driver.layout_variants import Solutions, SolvingProcesses
+from distgraph.engine.search_driver.run_search import plan_of_search, run_search
+from distgraph.engine.search_driver.search_state import SearchState
 from distgraph.engine.search_driver.worker_pool import BackgroundCall, available_processes, parallel_map
 from distgraph.errors import GraphError, InfeasibleError
 
@@ -148,6 +152,52 @@ def test_a_call_in_the_background_is_given_up() -> None:
     call = BackgroundCall(lambda: time.sleep(600))
     assert call.running
     call.end()
+    assert not active_children()
+
+
+def test_a_map_is_alone_while_a_call_in_the_background_has_the_other_process() -> None:
+    there, here = os.pipe()
+    solving = SolvingProcesses()
+    wait = solving.in_background(lambda: os.read(there, 1))
+    assert solving.parallel_map(lambda n: os.getpid() == HERE, range(3), 2) == [True, True, True]
+    os.write(here, b".")
+    assert wait() == b"."
+    os.close(there)
+    os.close(here)
+
+
+def test_choices_that_a_call_in_the_background_solved_are_known_afterwards() -> None:
+    solving = SolvingProcesses()
+
+    def solve() -> int:
+        solving.solutions.choices["problem"] = (1, 2), 3.0
+        solving.solutions.bases["shape"] = {4: 0.0}
+        return 5
+
+    assert solving.in_background(solve)() == 5
+    assert solving.solutions == Solutions({"problem": ((1, 2), 3.0)}, {}, {})
+
+
+def test_a_map_within_a_map_starts_no_processes() -> None:
+    solving = SolvingProcesses()
+
+    def outer(n: int) -> tuple[int, list[int]]:
+        time.sleep(0.05)
+        return os.getpid(), solving.parallel_map(lambda _: os.getpid(), range(3), 2)
+
+    found = solving.parallel_map(outer, range(4), 2)
+    assert len({pid for pid, _ in found}) == 2
+    assert all(set(within) == {pid} for pid, within in found)
+
+
+def test_a_search_that_is_given_up_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data parallelism with ZeRO is forecast in the background and takes forever."""
+    monkeypatch.setattr(data_parallel_zero, "_built", lambda *_, **__: time.sleep(600))
+    monkeypatch.setattr(search_state, "FORK_SECONDS", 0.0)
+    program = PROGRAMS["gpt"].compile_request()
+    events = run_search(SearchState(program, two_by_two(), "auto", SECONDS, processes=2))
+    assert any(active_children() for _ in events)
+    events.close()
     assert not active_children()
 
 

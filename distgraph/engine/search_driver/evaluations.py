@@ -125,11 +125,6 @@ def evaluation_of(program: BuiltCandidate, *, other_layouts: bool = False) -> Ev
     )
 
 
-def evaluate(candidate: Candidate, layout_costs: LayoutCosts) -> Evaluation:
-    """Build a candidate and forecast it."""
-    return evaluation_of(build_candidate(candidate, layout_costs))
-
-
 def without_program(evaluation: Evaluation) -> Evaluation:
     """The same figures without the program, as one process sends them to another."""
     return replace(evaluation, program=None)
@@ -229,13 +224,22 @@ class Forecaster:
 
     def evaluate(self, candidate: Candidate) -> Evaluation:
         """Build a candidate and forecast it."""
-        return evaluate(candidate, self.layout_costs)
+        return evaluation_of(build_candidate(candidate, self.layout_costs))
 
     def evaluate_all(self, candidates: Sequence[Candidate], processes: int) -> list[Evaluation | None]:
         """Forecasts of several candidates; the program of the first is at hand. None where building a program
-        raises an error, which `evaluate` raises again."""
+        raises an error, which `evaluate` raises again.
+
+        Of the others those come first that have most tasks to simulate, so that no process waits long for the
+        last one.
+        """
         for candidate in candidates:
             self.layout_costs.layered_graph(candidate.micro_batches)  # before processes are forked
+
+        def work(candidate: Candidate) -> float:
+            return math.inf if candidate is candidates[0] else candidate.micro_batches * len(candidate.stages)
+
+        most_work_first = sorted(candidates, key=work, reverse=True)
 
         def forecast(candidate: Candidate) -> Evaluation | None:
             try:
@@ -244,17 +248,19 @@ class Forecaster:
                 return None
             return evaluation if candidate is candidates[0] else without_program(evaluation)
 
-        return self.layout_costs.solving.parallel_map(
-            forecast, candidates, processes, pack=without_program_if_any
-        )
+        pack: Callable[[Evaluation | None], Evaluation | None] = without_program_if_any
+        solving = self.layout_costs.solving
+        found = solving.parallel_map(forecast, most_work_first, processes, pack=pack)
+        evaluations = {id(candidate): each for candidate, each in zip(most_work_first, found, strict=True)}
+        return [evaluations[id(candidate)] for candidate in candidates]
 
 
 @dataclass(frozen=True, slots=True)
 class Rehearsed:
-    """What a phase of the search evaluated in the background, and the seconds of the last evaluation."""
+    """What a phase of the search evaluated in the background, and the seconds of the longest evaluation."""
 
     made: Mapping[object, Evaluation | str]
-    last_seconds: float
+    most_seconds: float
 
 
 @dataclass(eq=False)
@@ -275,7 +281,7 @@ class Evaluations:
     baseline_shares: dict[str, Mapping[str, float]] = field(default_factory=dict)
     all: list[Evaluation] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
-    _last_seconds: float = 0.0
+    _most_seconds: float = 0.0
     _prefetched: dict[object, Evaluation | str] = field(default_factory=dict)
     _made: dict[object, Evaluation | str] | None = None
     _rehearsed: Callable[[], Rehearsed | None] | None = None
@@ -283,7 +289,7 @@ class Evaluations:
     @property
     def processes(self) -> int:
         """Processes that evaluate at the same time: one while an evaluation takes less than forking."""
-        return self.evaluator.processes if self._last_seconds > FORK_SECONDS else 1
+        return self.evaluator.processes if self._most_seconds > FORK_SECONDS else 1
 
     @property
     def estimate_error(self) -> float | None:
@@ -332,7 +338,7 @@ class Evaluations:
     def _evaluated(self, candidate: Candidate) -> Evaluation:
         begin = time.monotonic()
         evaluation = self.evaluator.evaluate(candidate)
-        self._last_seconds = time.monotonic() - begin
+        self._most_seconds = max(self._most_seconds, time.monotonic() - begin)
         return evaluation
 
     def once(self, key: object, make: Callable[[], Evaluation | str]) -> Evaluation | str:
@@ -341,7 +347,7 @@ class Evaluations:
             rehearsed, self._rehearsed = self._rehearsed(), None
             if rehearsed is not None:
                 self._prefetched |= rehearsed.made
-                self._last_seconds = max(self._last_seconds, rehearsed.last_seconds)
+                self._most_seconds = max(self._most_seconds, rehearsed.most_seconds)
         made = self._prefetched.pop(key, None)
         if made is None:
             made = make()
@@ -358,7 +364,7 @@ class Evaluations:
             for _ in phase():
                 pass
             return Rehearsed(
-                {key: without_program_if_any(each) for key, each in made.items()}, self._last_seconds
+                {key: without_program_if_any(each) for key, each in made.items()}, self._most_seconds
             )
 
         self._rehearsed = layout_costs.solving.in_background(run)

@@ -56,12 +56,25 @@ def local_search(state: SearchState) -> Iterator[Event]:
             left = math.ceil((_MOST_OPS - built_ops) / max(1, current.ops))
             state.evaluations.prefetch(waiting[: min(state.processes, left)])
             candidate = waiting.pop(0)
+            if left == 1:
+                _build_best_beside(state, candidate)
             seen.add(candidate.decisions)
             evaluation = state.evaluations.evaluate(candidate)
             built_ops += evaluation.ops
             yield state.record(evaluation)
             if evaluation.fits and evaluation.seconds < current.seconds:
                 current, waiting = evaluation, _unseen(state, evaluation, seen)
+
+
+def _build_best_beside(state: SearchState, candidate: Candidate) -> None:
+    """Evaluate the last candidate in the background, while the best program is built once more where it is
+    not at hand: its plan needs that, unless the candidate is better."""
+
+    def evaluation() -> Iterator[Event]:
+        yield Event("last", state.evaluations.evaluate(candidate))
+
+    if state.best is not None and state.best.program is None and state.rehearse(evaluation):
+        state.best.built(state.layout_costs)
 
 
 def _starts(state: SearchState) -> Iterator[Evaluation]:

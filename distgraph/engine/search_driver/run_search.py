@@ -25,7 +25,7 @@ ours.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import replace
 
 from distgraph.engine.search_driver.baselines.baselines import (
@@ -61,7 +61,7 @@ from distgraph.errors import InfeasibleError
 from distgraph.plan.plan import Plan, SearchRecord
 
 
-def run_search(state: SearchState) -> Iterator[Event]:
+def run_search(state: SearchState) -> Generator[Event, None, None]:
     """Search from the first baseline to the last explanation.
 
     Args:
@@ -95,7 +95,10 @@ def run_search(state: SearchState) -> Iterator[Event]:
     elif annotated:
         yield from search_given_meshes(state)
     elif state.best is None or not state.expired():
-        yield from search_everything(state)
+        try:
+            yield from search_everything(state)
+        finally:
+            state.layout_costs.solving.end_background()
     for step in state.explainer.run():  # a runner-up that turns out faster becomes the best
         yield Event(step) if isinstance(step, str) else state.record(step)
     if state.best is None and state.mode == "auto" and not annotated and not state.expired():
@@ -111,10 +114,7 @@ def run_search(state: SearchState) -> Iterator[Event]:
 def search_everything(state: SearchState) -> Iterator[Event]:
     """Layouts, stages and all other decisions, on meshes that the search makes."""
     yield from evaluate_single_devices(state)
-    try:
-        yield from search_micro_batch_counts(state)
-    finally:
-        state.layout_costs.solving.end_background()
+    yield from search_micro_batch_counts(state)
     yield from evaluate_single_pools(state)
     yield from evaluate_uniform_and_recursive(state)
     yield from evaluate_mesh2d_where_it_gains(state)

@@ -187,8 +187,8 @@ class _Programs:
 
     def may_fit(self, level: int, highest: Evaluation) -> bool:
         """Whether a lower level may fit, which holds parameters whole, in what the highest level leaves."""
-        layered, memory = self._layered(self.state.constraints.start), self.state.layout_costs.cluster.devices
-        whole = sum(op.result.nbytes for op in layered.graph.sources("param")) if level < 3 else 0
+        graph, memory = self.state.layout_costs.reference_graph.graph, self.state.layout_costs.cluster.devices
+        whole = sum(op.result.nbytes for op in graph.sources("param")) if level < 3 else 0
         more = whole * (1 - 1 / len(self.devices))
         return highest.memory + more <= min(memory[device].memory for device in self.devices)
 
@@ -227,7 +227,7 @@ class _Programs:
         if isinstance(evaluation, str):
             state.evaluations.baselines.setdefault(name, evaluation)
             return None
-        self.built_ops.count += len(self._layered(decisions).graph.ops)
+        self.built_ops.count += self._ops(decisions)
         yield state.record(evaluation)
         return evaluation
 
@@ -238,13 +238,14 @@ class _Programs:
             return ""
         if _message_seconds(state, self.devices, decisions) > state.best.seconds:
             return "left out: messages alone take longer than the best program"
-        ops = self.built_ops.count + len(self._layered(decisions).graph.ops)
+        ops = self.built_ops.count + self._ops(decisions)
         if ops * SECONDS_PER_OP > _SHARE * state.seconds:
             return f"left out: there is no time for it in {state.seconds:g} s"
         return ""
 
-    def _layered(self, decisions: Decisions) -> LayeredGraph:
-        return self.state.layout_costs.layered_graph(decisions.micro_batches, decisions.recompute)
+    def _ops(self, decisions: Decisions) -> int:
+        """Of the serial graph without recomputation, which is there already."""
+        return len(self.state.layout_costs.layered_graph(decisions.micro_batches).graph.ops)
 
     def has_samples(self, count: int) -> bool:
         """Whether every device has a sample of each of `count` micro-batches."""
