@@ -21,6 +21,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, TypeVar
 
 from distgraph.errors import GraphError
@@ -86,13 +87,18 @@ class Pass:
 
     def run(self, program: Program, context: PassContext) -> Program:
         """The program after the pass."""
-        takes_context = len(inspect.signature(self.function).parameters) > 1
-        return self.function(program, context) if takes_context else self.function(program)
+        return self.function(program, context) if _takes_context(self.function) else self.function(program)
 
     @property
     def shipped(self) -> bool:
         """Whether the pass is part of this package."""
         return self.function.__module__.startswith("distgraph.")
+
+
+@cache
+def _takes_context(function: Callable[..., Program]) -> bool:
+    """Whether a pass is called with a `PassContext`: to find out takes as long as a small pass."""
+    return len(inspect.signature(function).parameters) > 1
 
 
 PASSES: dict[str, Pass] = {}
