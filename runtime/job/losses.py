@@ -83,13 +83,13 @@ def forget_losses(folder: Path) -> None:
 
 
 def report_seconds() -> float:
-    """Seconds in which the ranks of a job that has failed say why they stop.
+    """Seconds in which the ranks of a job that has failed say why they stop; no more than their time limit.
 
-    The ranks of an elastic job also write what they have in memory.
+    The ranks of an elastic job also write what they have in memory, and have as long as that takes.
     """
-    if elastic_folder() is None:
-        return FAILURE_REPORT_SECONDS
-    return max(FAILURE_REPORT_SECONDS, setting_in_seconds(TIMEOUT, DEFAULT_TIME_LIMIT))
+    limit = setting_in_seconds(TIMEOUT, DEFAULT_TIME_LIMIT)
+    within = min if elastic_folder() is None else max
+    return within(FAILURE_REPORT_SECONDS, limit)
 
 
 def stopped_seconds() -> float:
@@ -99,5 +99,5 @@ def stopped_seconds() -> float:
     """
     limit = setting_in_seconds(TIMEOUT, DEFAULT_TIME_LIMIT)
     if elastic_folder() is None:
-        return limit + FAILURE_REPORT_SECONDS
+        return limit + report_seconds()
     return min(heartbeat_limit(), limit / 2)

@@ -348,6 +348,8 @@ def test_plain_mpiexec_does_the_same(tmp_path: Path) -> None:
 def test_plain_mpiexec_ends_with_an_error_if_the_failing_rank_is_slow_to_end(tmp_path: Path) -> None:
     body = """
 import time
+from distgraph.runtime.transport import mpi_failures
+mpi_failures.FAILURE_REPORT_SECONDS = 1.0
 if rank == 1:
     sleep = time.sleep
     time.sleep = lambda seconds: sleep(90 * seconds)
