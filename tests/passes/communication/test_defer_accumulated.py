@@ -57,7 +57,8 @@ ATTENTION = """
   %o : f32[1, 2, 4, 3] [_, _, dp, _] = input {name="o"} <z2:dp> data by default ""
   %l : f32[1, 2, 4]    [_, _, dp]    = input {name="l"} <z2:dp> data by default ""
   %dq : f32[1, 2, 4, 3] [_, _, dp, _], %dk : f32[1, 2, 4, 3] [_, _, _, _], \
-%dv : f32[1, 2, 4, 3] [_, _, _, _] = attention_grad(%d, %q, %k, %v, %o, %l) {causal=false, scale=1.0} <s:dp> backward \
+%dv : f32[1, 2, 4, 3] [_, _, _, _] = \
+attention_grad(%d, %q, %k, %v, %o, %l) {causal=false, scale=1.0} <s:dp> backward \
 by default "", default "", default ""
   %a : f32[1, 2, 4, 3] [_, _, _, _] = accumulate(%dk) <> backward by default ""
 """
