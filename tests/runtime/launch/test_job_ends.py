@@ -395,7 +395,7 @@ MpiTransport.finalize = press
 @needs_mpi
 @pytest.mark.parametrize("start", ["", "from mpi4py import MPI"], ids=["no MPI", "MPI"])
 def test_a_rank_that_never_starts(tmp_path: Path, start: str) -> None:
-    """MPI, which takes all of a core while it waits, is given a second instead of five more than the limit."""
+    """MPI, which takes all of a core while it waits, has a second instead of five more than the limit."""
     soon = "from distgraph.runtime.launch import mpi_rank\nmpi_rank.FAILURE_REPORT_SECONDS = 1.0\n"
     script = f"import os, sys\n{start}\nif os.environ['PMI_RANK'] == '1': sys.exit(4)\n{soon}{PREAMBLE}"
     code, errors = plain(tmp_path, script, 2, DISTGRAPH_TIMEOUT="0.5")
