@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from multiprocessing import active_children, get_context
 
@@ -17,7 +18,7 @@ from distgraph.engine.search_driver import search_state
 from distgraph.engine.search_driver.baselines import data_parallel_zero
 from distgraph.engine.search_driver.layout_variants import Solutions, SolvingProcesses
 from distgraph.engine.search_driver.run_search import plan_of_search, run_search
-from distgraph.engine.search_driver.search_state import SearchState
+from distgraph.engine.search_driver.search_state import Event, SearchState
 from distgraph.engine.search_driver.worker_pool import BackgroundCall, available_processes, parallel_map
 from distgraph.errors import GraphError, InfeasibleError
 
@@ -176,6 +177,31 @@ def test_choices_that_a_call_in_the_background_solved_are_known_afterwards() -> 
 
     assert solving.in_background(solve)() == 5
     assert solving.solutions == Solutions({"problem": ((1, 2), 3.0)}, {}, {})
+
+
+def test_a_call_that_was_given_up_has_no_result() -> None:
+    solving = SolvingProcesses()
+    first = solving.in_background(lambda: time.sleep(600))
+    second = solving.in_background(lambda: 5)
+    assert (first(), second()) == (None, 5)
+    third = solving.in_background(lambda: 5)
+    solving.end_background()
+    assert third() is None
+
+
+def test_what_is_rehearsed_starts_no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search_state, "FORK_SECONDS", 0.0)
+    state = SearchState(PROGRAMS["gpt"].compile_request(), two_by_two(), "auto", SECONDS, processes=2)
+
+    def phase() -> Iterator[Event]:
+        pids = state.layout_costs.solving.parallel_map(
+            lambda n: os.getpid(), range(3), state.layout_costs.processes
+        )
+        state.evaluations.once("pids", lambda: str(set(pids) == {os.getpid()}))
+        yield Event("rehearsed")
+
+    assert state.rehearse(phase)
+    assert state.evaluations.once("pids", lambda: "made here") == "True"
 
 
 def test_a_map_within_a_map_starts_no_processes() -> None:

@@ -26,10 +26,10 @@ from distgraph.ir.graph import Graph
 from distgraph.plan.plan_components import FrontPlan
 from distgraph.resources.units import format_bytes
 
-Missing = TypeVar("Missing", None, str)
-
 FORK_SECONDS = 0.1
 """A forecast that takes less is not worth a process of its own: forking one takes a fifth of that."""
+
+Missing = TypeVar("Missing", None, str)
 
 
 @dataclass(eq=False, slots=True)
@@ -360,12 +360,12 @@ class Evaluations:
         something else waits for that, too."""
 
         def run() -> Rehearsed:
+            layout_costs.processes = 1  # of the worker process, which starts no others
             made = self._made = {}
             for _ in phase():
                 pass
-            return Rehearsed(
-                {key: without_program_if_any(each) for key, each in made.items()}, self._most_seconds
-            )
+            packed = {key: without_program_if_any(each) for key, each in made.items()}
+            return Rehearsed(packed, self._most_seconds)
 
         self._rehearsed = layout_costs.solving.in_background(run)
 

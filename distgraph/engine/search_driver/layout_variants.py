@@ -181,6 +181,8 @@ class SolvingProcesses:
         call = self._background = BackgroundCall(lambda: (function(), self.solutions.since(before).choices))
 
         def wait() -> Result | None:
+            if self._background is not call:
+                return None  # it was given up
             made: tuple[Result, dict[object, tuple[tuple[int, ...], float]]] | None = call.result()
             self._background = None
             if made is None:

@@ -10,11 +10,16 @@ so that the answer is never behind them.
     the pipelines with the best estimates are built and forecast; the best forecast that fits memory wins
 
 Micro-batch counts are tried in growing strides (`micro_batch_search`). The first pipeline that fits is
-forecast at once, so that there is an answer early; shapes that are slower by themselves than the best
-pipeline are left out from then on, and before that those that are much slower than a first estimate. A
-pipeline that does not fit memory by its forecast is searched again with less memory. The neighbours of the
-pipelines that were forecast are forecast too (`local_search`), fewer of larger programs: those of uniform
-ones, too, but on devices of several kinds only where one of these is best.
+forecast at once, so that there is an answer early, and then data parallelism with ZeRO; with several
+processes one of them does that in the background, while the next counts are tried. Shapes that are slower by
+themselves than the best pipeline are left out from then on, and before that those that are much slower than a
+first estimate. A pipeline that does not fit memory by its forecast is searched again with less memory. The
+neighbours of the pipelines that were forecast are forecast too (`local_search`), fewer of larger programs:
+those of uniform ones, too, but on devices of several kinds only where one of these is best.
+
+What runs in the background or ahead of its turn is run once more when its turn comes, with what was evaluated
+at hand (`SearchState.rehearse`, `Evaluations.prefetch`), so that the plan does not depend on the number of
+processes.
 
 Constants are named where they are used. `benchmarks/support/search_sensitivity.py` halves and doubles each;
 benchmarks/HISTORY.md has what that changes.
