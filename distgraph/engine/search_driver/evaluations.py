@@ -125,6 +125,11 @@ def evaluation_of(program: BuiltCandidate, *, other_layouts: bool = False) -> Ev
     )
 
 
+def evaluate(candidate: Candidate, layout_costs: LayoutCosts) -> Evaluation:
+    """Build a candidate and forecast it."""
+    return evaluation_of(build_candidate(candidate, layout_costs))
+
+
 def without_program(evaluation: Evaluation) -> Evaluation:
     """The same figures without the program, as one process sends them to another."""
     return replace(evaluation, program=None)
@@ -224,7 +229,7 @@ class Forecaster:
 
     def evaluate(self, candidate: Candidate) -> Evaluation:
         """Build a candidate and forecast it."""
-        return evaluation_of(build_candidate(candidate, self.layout_costs))
+        return evaluate(candidate, self.layout_costs)
 
     def evaluate_all(self, candidates: Sequence[Candidate], processes: int) -> list[Evaluation | None]:
         """Forecasts of several candidates; the program of the first is at hand. None where building a program
