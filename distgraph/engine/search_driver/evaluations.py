@@ -255,8 +255,8 @@ class Forecaster:
 
         pack: Callable[[Evaluation | None], Evaluation | None] = without_program_if_any
         solving = self.layout_costs.solving
-        found = solving.parallel_map(forecast, most_work_first, processes, pack=pack)
-        evaluations = {id(candidate): each for candidate, each in zip(most_work_first, found, strict=True)}
+        made = solving.parallel_map(forecast, most_work_first, processes, pack=pack)
+        evaluations = {id(candidate): each for candidate, each in zip(most_work_first, made, strict=True)}
         return [evaluations[id(candidate)] for candidate in candidates]
 
 
