@@ -125,9 +125,10 @@ class SearchState:
 
     def rehearse(self, phase: Callable[[], Iterator[Event]]) -> bool:
         """Run a phase in the background, so that its evaluations are known when it runs here. Returns whether
-        it does; not where there is one process, or evaluations take less than forking another one."""
+        it does; not where there is one process, no time is left for anything else, or evaluations take less
+        than forking another process."""
         evaluations, ops = self.evaluations, len(self.layout_costs.reference_graph.graph.ops)
-        if evaluations.evaluator.processes < 2 or ops * SECONDS_PER_OP < FORK_SECONDS:
+        if evaluations.evaluator.processes < 2 or self.expired() or ops * SECONDS_PER_OP < FORK_SECONDS:
             return False
         evaluations.rehearse(phase, self.layout_costs)
         return True
