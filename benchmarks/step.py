@@ -124,7 +124,7 @@ class Measured:
 
     seconds: float
     losses: list[float]
-    blas: list[str]
+    blas: tuple[str, ...] = ()
 
 
 def command(side: str, cases: Sequence[Case], steps: int, warmup: int) -> list[str]:
@@ -179,7 +179,7 @@ def measure(side: str, cases: Sequence[Case], steps: int, warmup: int) -> dict[s
         raise SystemExit(f"{' '.join(words)} {ended} and said\n{said_by(output, errors)}")
     reports = [json.loads(line) for line in lines]
     return {
-        case.name: Measured(statistics.median(report["seconds"]), report["losses"], report["blas"])
+        case.name: Measured(statistics.median(report["seconds"]), report["losses"], tuple(report["blas"]))
         for case, report in zip(cases, reports, strict=True)
     }
 
@@ -211,7 +211,7 @@ def run_rounds(
     warmup: int,
     console: Console,
     differences: dict[str, float] | None = None,
-    blas: dict[str, list[str]] | None = None,
+    blas: dict[str, tuple[str, ...]] | None = None,
 ) -> dict[str, dict[str, list[float]]]:
     """Seconds of each side of cases that start together, one entry a round; the sides take turns.
 
@@ -305,7 +305,7 @@ def main(words: list[str] | None = None) -> None:
     cases = [case for case in CASES if arguments.only in (None, case.name)]
     seconds: dict[str, dict[str, list[float]]] = {}
     differences: dict[str, float] = {}
-    blas: dict[str, list[str]] = {}
+    blas: dict[str, tuple[str, ...]] = {}
     for group in starts(cases, arguments.quick):
         seconds |= run_rounds(group, arguments.peers, rounds, steps, warmup, console, differences, blas)
     figures: dict[str, float] = {}
