@@ -33,10 +33,10 @@ def test_results_come_in_the_order_of_the_items(processes: int) -> None:
         time.sleep(0.02 * (4 - n))  # the first item ends last
         return n * before["seen"], os.getpid() == HERE
 
-    found = parallel_map(work, range(5), processes)
-    assert [product for product, _ in found] == [0, 5, 10, 15, 20]
-    assert found[0] == (0, True)
-    assert {here for _, here in found} == ({True} if processes == 1 else {True, False})
+    results = parallel_map(work, range(5), processes)
+    assert [product for product, _ in results] == [0, 5, 10, 15, 20]
+    assert results[0] == (0, True)
+    assert {here for _, here in results} == ({True} if processes == 1 else {True, False})
     assert parallel_map(work, [3], processes) == [(15, True)]
     assert parallel_map(work, [], processes) == []
 
@@ -63,9 +63,9 @@ def test_what_a_killed_process_had_in_hand_is_done_here() -> None:
 
 
 def test_what_cannot_be_sent_is_done_here() -> None:
-    found = parallel_map(lambda n: (lambda: n) if n else n, range(3), 2)
-    assert found[0] == 0
-    assert [each() for each in found[1:] if callable(each)] == [1, 2]
+    results = parallel_map(lambda n: (lambda: n) if n else n, range(3), 2)
+    assert results[0] == 0
+    assert [each() for each in results[1:] if callable(each)] == [1, 2]
 
 
 def test_an_interrupt_leaves_no_process_behind() -> None:
@@ -109,10 +109,10 @@ def test_results_come_packed_from_other_processes_only() -> None:
         time.sleep(0.05)
         return n, lambda: n
 
-    found = parallel_map(work, range(6), 2, pack=lambda result: (result[0], None))
-    assert [n for n, _ in found] == list(range(6))
-    assert found[0][1] is not None
-    assert None in [rest for _, rest in found]
+    results = parallel_map(work, range(6), 2, pack=lambda result: (result[0], None))
+    assert [n for n, _ in results] == list(range(6))
+    assert results[0][1] is not None
+    assert None in [rest for _, rest in results]
 
 
 def test_more_items_than_a_pipe_holds() -> None:
@@ -211,9 +211,9 @@ def test_a_map_within_a_map_starts_no_processes() -> None:
         time.sleep(0.05)
         return os.getpid(), solving.parallel_map(lambda _: os.getpid(), range(3), 2)
 
-    found = solving.parallel_map(outer, range(4), 2)
-    assert len({pid for pid, _ in found}) == 2
-    assert all(set(within) == {pid} for pid, within in found)
+    results = solving.parallel_map(outer, range(4), 2)
+    assert len({pid for pid, _ in results}) == 2
+    assert all(set(within) == {pid} for pid, within in results)
 
 
 def test_a_search_that_is_given_up_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,10 +234,10 @@ def test_the_first_items_wait_for_no_worker() -> None:
         time.sleep(0.05)
         return n, os.getpid() == HERE
 
-    found = parallel_map(work, range(8), 2, lambda: next(alone))
-    assert [n for n, _ in found] == list(range(8))
-    assert [here for _, here in found[:3]] == [True, True, True]
-    assert not all(here for _, here in found)
+    results = parallel_map(work, range(8), 2, lambda: next(alone))
+    assert [n for n, _ in results] == list(range(8))
+    assert [here for _, here in results[:3]] == [True, True, True]
+    assert not all(here for _, here in results)
 
 
 def test_ranks_of_a_job_search_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
